@@ -19,8 +19,7 @@ from ocomm import docstrings
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
-from ocomm.kernels.base import NOTHING, Floats
-from ocomm.kernels.device import Event
+from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import Grid
@@ -33,17 +32,18 @@ from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.ddp_modules import averages, ddp_modules
+from ocomm_torch.ddp_modules import DDPModule
 from ocomm_torch.gradient_hooks import hook_gradient
+from ocomm_torch.gradients import Gradients
 from ocomm_torch.masters import LOW_PRECISION, Masters
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
 from ocomm_torch.naming import NamesParameters
-from ocomm_torch.placement import OffloadedPlacement, offloaded, placement
+from ocomm_torch.placement import offloaded, placement
 from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.tensor_memory import why_unreadable, why_untrainable
-from ocomm_torch.watched import WatchedGradient, add_watcher, release
+from ocomm_torch.tensor_memory import why_untrainable
+from ocomm_torch.watched import add_watcher
 
 #: The numbers of dtypes in kernels.
 _LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
@@ -127,8 +127,6 @@ class CompressedOptimizer(HasRankState):
         for name, tensor in zip(self._names, self._tensors, strict=True):
             self._check_parameter(name, tensor)
         self._orders = [MemoryOrder(p) for p in self._tensors]
-        #: Parameters that are dense, but not contiguous.
-        self._reordered = {index for index, order in enumerate(self._orders) if order.axes is not None}
         _check_storage(self._names, self._tensors)
         place = placement(self._names, self._tensors, session)
         memory.check(f"Distributed{type(self).__name__}", common, place.is_device, bool(self._local.inside))
@@ -139,8 +137,6 @@ class CompressedOptimizer(HasRankState):
         )
         if self._placement.offloads:  # as on a device: the host would have to wait to read a gradient again
             self._common = replace(common, verify="version")
-        #: Whether gradients are released once they have been read.
-        self._frees = memory.free_gradients
         if self._placement.is_device and not self.trains_on_devices:
             raise InvalidRequestError(
                 f"Distributed{type(self).__name__} makes its steps in the host's memory only, and "
@@ -154,32 +150,15 @@ class CompressedOptimizer(HasRankState):
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
         self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._tensors, self._placement, self._parameters)
+        self._gradients = Gradients(
+            self._names, self._tensors, self._orders, self._masters, self._placement, memory.free_gradients
+        )
+        self.locate = self._gradients.locate
         self.backward_passes_per_step = common.backward_passes_per_step
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
         #: True inside ``no_sync``.
         self._accumulates = False
-        #: The DDP module that leaves gradients to this optimizer; None for none. Looked for at the first gradient.
-        self._ddp: weakref.ref[Any] | None = None
-        self._has_looked_for_ddp = False
-        self._recorded: list[torch.Tensor | None] = [None] * len(self._parameters)
-        self._versions = [0] * len(self._parameters)
-        #: Address of each gradient when it was read; 0 for a sparse one.
-        self._pointers = [0] * len(self._parameters)
-        self._copies: list[torch.Tensor] = []
-        #: Checksums of gradients that were widened before ``step()``, from when they were read.
-        self._checksums = np.zeros(len(self._parameters), np.uint64)
-        #: Checksums of posted gradients that have been used since, from before that use.
-        self._used: dict[int, int] = {}
-        #: Copies of gradients in the host's memory, and what is over when they are there, if the state is offloaded.
-        self._fetched: dict[int, tuple[Event, torch.Tensor]] = {}
-        #: Whether ``locate`` waits for such copies before ``step()``.
-        self._awaits_copies = False
-        #: The parameters whose gradients of this step are released.
-        self._freed: set[int] = set()
-        #: Index of a parameter by its id; empty until DDP asks.
-        self._numbers: dict[int, int] = {}
-        #: True if there is a callback for the end of the backward pass that DDP is in.
-        self._follows_ddp = False
+        self._ddp = DDPModule(self._parameters, f"Distributed{type(self).__name__}")
         self.groups()  # raises for options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
         self.grid: Grid | None = None
@@ -209,9 +188,13 @@ class CompressedOptimizer(HasRankState):
         number = self.process_set.number(session)
         self._driver = self._driver_class(session, number, specs, self, self._core_class, self._options, self._common)
         self._stepper = self._driver.stepper
-        if self._frees and not self._placement.offloads:
+        self._gradients.connect(self._driver)
+        if self._gradients.frees and not self._placement.offloads:
             self._stepper.keeps_gradients = self._stepper.looks_at_gradients = False
-        self._driver.core.borrowed += [self._placement, self._recorded, self._copies, self._held, self._masters]
+        gradients = self._gradients
+        self._driver.core.borrowed += [
+            self._placement, gradients.recorded, gradients.copies, self._held, self._masters
+        ]  # fmt: skip
         self._runtime = session.runtime
         self._addresses = []
         self._find_parameters()
@@ -318,208 +301,6 @@ class CompressedOptimizer(HasRankState):
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         raise NotImplementedError
 
-    def locate(self, tensors: list[int], final: bool) -> list[int] | None:
-        """Returns the addresses of gradients as dense float32 in the order of their parameters, 0 for none; None if one
-        is not ready.
-
-        What is read is kept alive until the step is over. Before ``step()`` a gradient that would have to be copied is
-        not ready, because a copy would not show a later change. One that has to be widened is ready, because its
-        checksum is kept. Kernels on a device read 16 bits directly.
-        """
-        if self._placement.offloads:
-            return self._locate_fetched(tensors, final)
-        parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
-        float32, reordered = torch.float32, self._reordered
-        if final:
-            release(recorded)
-        addresses: list[int] = []
-        others: list[int] = []
-        old: list[int] = []
-        for index in tensors:
-            grad = recorded[index]
-            if final:
-                grad = recorded[index] = parameters[index].grad
-            address = 0
-            if grad is not None:
-                versions[index] = grad._version
-                try:  # cheaper than looking at the layout first
-                    if grad.dtype is float32 and index not in reordered and grad.is_contiguous():
-                        address = pointers[index] = grad.data_ptr()
-                        if not address:
-                            self._check_gradient(index, grad)
-                        if versions[index] and not final:
-                            old.append(index)
-                    else:
-                        others.append(len(addresses))
-                except RuntimeError:  # a sparse tensor has no address
-                    others.append(len(addresses))
-            addresses.append(address)
-        if others or self._placement.is_device:
-            if not self._locate_others(tensors, addresses, others, final):
-                return None
-            self._placement.arrive()
-            old += [tensors[place] for place in others if versions[tensors[place]] and not final]
-        if old:
-            self._keep_checksums(old)
-        if self._frees:
-            self._free(tensors)
-        elif not final:
-            for index in tensors:
-                grad = recorded[index]
-                if type(grad) is torch.Tensor:
-                    grad.__class__ = WatchedGradient
-        return addresses
-
-    def _locate_fetched(self, tensors: list[int], final: bool) -> list[int] | None:
-        """Does what ``locate`` does where gradients are copied to the host's memory: a gradient is ready once its copy
-        is there.
-        """
-        place, recorded = self._placement, self._recorded
-        assert isinstance(place, OffloadedPlacement)
-        is_posted = self._stepper.buckets.is_posted
-        if final:
-            release(recorded)
-        found: dict[int, torch.Tensor] = {}
-        for index in tensors:
-            # What another bucket has posted may be read at this moment.
-            if index in self._freed or (index in self._fetched and (not final or is_posted(index))):
-                continue
-            self._fetched.pop(index, None)
-            if final:
-                recorded[index] = self._tensors[index].grad
-            if (grad := recorded[index]) is None:
-                continue
-            self._check_gradient(index, grad)
-            self._check_dtype(index, grad)
-            if not self._orders[index].has(grad) and not final:
-                return None
-            found[index] = self._orders[index].arranged(grad)
-        for index, copied_from in found.items():
-            grad = recorded[index]
-            assert grad is not None
-            self._versions[index], self._pointers[index] = grad._version, _pointer(grad)
-            if copied_from is not grad:
-                self._copies.append(copied_from)
-            elif not final and not self._frees and type(grad) is torch.Tensor:
-                grad.__class__ = WatchedGradient
-        if found:
-            event = place.fetch(found)
-            self._fetched.update({index: (event, place.fetched(index, grad)) for index, grad in found.items()})
-            if self._frees:
-                self._free(found)
-        for event in {id(event): event for event, _ in self._copies_of(tensors)}.values():
-            if final or self._awaits_copies:
-                place.wait(event)
-            elif not event.is_over():
-                return None
-        addresses = []
-        for index in tensors:
-            address = 0
-            if index in self._fetched:
-                _, copy = self._fetched[index]
-                address = (copy if copy.dtype is torch.float32 else self._masters.widened(index, copy)).data_ptr()
-            addresses.append(address)
-        if self._frees:
-            for index in tensors:
-                recorded[index] = None
-        return addresses
-
-    def _post_copies(self) -> None:
-        """Hands over what is on its way to the host, bucket by bucket, while the device computes the rest."""
-        self._awaits_copies = True
-        try:
-            self._stepper.buckets.post_early()
-        finally:
-            self._awaits_copies = False
-
-    def _copies_of(self, tensors: list[int]) -> list[tuple[Event, torch.Tensor]]:
-        return [self._fetched[index] for index in tensors if index in self._fetched]
-
-    def _free(self, tensors: Iterable[int]) -> None:
-        """Takes gradients from their parameters. They live in ``_recorded`` until they have been read."""
-        for index in tensors:
-            if self._recorded[index] is not None:
-                self._freed.add(index)
-                self._tensors[index].grad = None
-
-    def _drop_read(self) -> None:
-        """Drops the gradients that the exchange has read for the last time."""
-        for index in self._stepper.buckets.take_read():
-            self._recorded[index] = None
-
-    def _require_freed(self) -> None:
-        """Raises InvalidRequestError, and ends the optimizer, if a parameter whose gradient is released has another."""
-        for index in self._freed:
-            if self._tensors[index].grad is not None:
-                error = InvalidRequestError(
-                    f"'{self._names[index]}' has another gradient before step(), and that which free_gradients=True "
-                    "has released is on its way: the sum of both is lost. For several backward passes in a step pass "
-                    "backward_passes_per_step=N, or use no_sync() in all but the last; to give up a step call "
-                    "zero_grad() of the optimizer."
-                )
-                self._stepper.give_up(error)
-                raise error
-
-    def _check_dtype(self, index: int, grad: torch.Tensor) -> None:
-        """Raises InvalidRequestError for a gradient of another type than its parameter's and float32."""
-        if grad.dtype is not torch.float32 and grad.dtype is not self._tensors[index].dtype:
-            raise InvalidRequestError(
-                f"gradient of '{self._names[index]}' is {grad.dtype}, expected {self._tensors[index].dtype} or "
-                "torch.float32."
-            )
-
-    def _check_gradient(self, index: int, grad: torch.Tensor) -> None:
-        """Raises InvalidRequestError for a gradient whose memory is not its own: its address, 0, would mean that there
-        is none.
-        """
-        if reason := why_unreadable(grad):
-            raise InvalidRequestError(
-                f"gradient of '{self._names[index]}' {reason}. Set .grad to a plain tensor of shape "
-                f"{tuple(grad.shape)}."
-            )
-
-    def _keep_checksums(self, tensors: list[int]) -> None:
-        """Keeps checksums of gradients with a history, which may be changed through a view, or an array of their
-        memory, that is older than this step. Only for the host's memory, because a device would have to be waited for.
-        """
-        if self._stepper.buckets.verified_part != NOTHING:
-            grads = {index: grad for index in tensors if (grad := self._recorded[index]) is not None}
-            self._used.update(zip(grads, self._masters.checksums(grads).tolist(), strict=True))
-
-    def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
-        """Locates the gradients at the positions ``others``, which are in 16 bits, or in another order than that of a
-        contiguous tensor, or have gaps. Returns False if one is not ready.
-        """
-        low: dict[int, int] = {}
-        as_they_are = self._placement.is_device and not self._driver.clips
-        widened: dict[int, torch.Tensor] = {}
-        for place in others:
-            index = tensors[place]
-            grad = self._recorded[index]
-            assert grad is not None
-            self._check_gradient(index, grad)
-            self._pointers[index] = _pointer(grad)
-            is_wide = grad.dtype is torch.float32
-            self._check_dtype(index, grad)
-            if not self._orders[index].has(grad):
-                if not final:
-                    return False
-                grad = self._orders[index].arranged(grad)
-                self._copies.append(grad)
-            if not is_wide and as_they_are:
-                low[index] = _LOW_DTYPES[grad.dtype]
-            elif not is_wide:
-                widened[index] = grad
-                grad = self._masters.widened(index, grad)
-            addresses[place] = grad.data_ptr()
-        if as_they_are:
-            column = self._driver.core.gradients["grad_dtype"]
-            column[tensors] = 0
-            column[list(low)] = list(low.values())
-        if widened and not final and self._stepper.buckets.verified_part != NOTHING:
-            self._checksums[list(widened)] = self._widened_checksums(widened)
-        return True
-
     def flat(self, index: int, tensor: torch.Tensor) -> Floats:
         """Returns the elements of a float32 tensor, which has the memory order of parameter ``index``, in the order of
         the wire.
@@ -532,9 +313,6 @@ class CompressedOptimizer(HasRankState):
         """
         shape = self._tensors[index].shape
         return self._orders[index].shaped(torch.from_numpy(flat), shape).contiguous().numpy()
-
-    def _widened_checksums(self, gradients: dict[int, torch.Tensor]) -> np.ndarray:
-        return self._masters.checksums(gradients, self._stepper.buckets.verified_part)
 
     # Gradients
 
@@ -589,121 +367,28 @@ class CompressedOptimizer(HasRankState):
         """Handles more backward passes than expected: of the same step, or of the next one after a step that never
         came.
         """
-        self._require_freed()
-        if self._recorded[index] is not parameter.grad:
+        self._gradients.require_freed()
+        if self._gradients.recorded[index] is not parameter.grad:
             self.skip()
             _on_gradient(weakref.ref(self), index, parameter)
         elif self._stepper.buckets.is_posted(index):
             self._stepper.object(Flag.UNPOSTED)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Called by ``Watcher``: keeps checksums of posted gradients before they may be changed. An older checksum is
-        kept, because the gradient may have been changed since.
-        """
-        numbers = {
-            id(grad): index for index, grad in enumerate(self._recorded) if grad is not None and index not in self._used
-        }
-        found = {numbers[id(grad)]: grad for grad in gradients if id(grad) in numbers}
-        if found:
-            self._used.update(zip(found, self._masters.checksums(found).tolist(), strict=True))
-
-    def _has_changed(self) -> bool:
-        """Returns True if a posted gradient is another object, version or memory than when it was read, or has other
-        bytes after it was used and nobody has said so.
-
-        The stepper compares the bytes that it reads again; those of widened gradients are compared here.
-        """
-        release(self._recorded)
-        parameters, recorded, versions, pointers = self._tensors, self._recorded, self._versions, self._pointers
-        posted = [index for index in self._stepper.buckets.posted_tensors if index not in self._freed]
-        for index in posted:
-            grad = parameters[index].grad
-            if grad is not recorded[index]:
-                return True
-            if grad is not None and (grad._version != versions[index] or _pointer(grad) != pointers[index]):
-                return True
-        if self._stepper.objections & Flag.CHANGED:
-            return False  # bytes, by a GradScaler, which leaves versions alone
-        used = {index: recorded[index] for index in self._used.keys() & set(posted)} if self._used else {}
-        if used and self._masters.checksums(used).tolist() != [self._used[index] for index in used]:
-            return True
-        if not self._masters.indices or self._stepper.buckets.verified_part == NOTHING:
-            return False
-        low = {index: recorded[index] for index in posted if index in self._masters}
-        widened = {index: g for index, g in low.items() if g is not None and g.dtype is not torch.float32}
-        if not widened:
-            return False
-        return bool((self._widened_checksums(widened) != self._checksums[list(widened)]).any())
-
-    # DDP
-
-    def _find_ddp(self) -> None:
-        """Looks for a DDP module with a hook for this optimizer.
-
-        Raises InvalidRequestError for one that averages gradients of this optimizer's parameters among several ranks.
-        """
-        self._has_looked_for_ddp = True
-        for module in ddp_modules():
-            if any(_is_state(state, self) for _, state in getattr(module, "_comm_hooks", ())):
-                self._ddp = weakref.ref(module)
-            elif (
-                module.require_backward_grad_sync
-                and module.process_group.size() > 1
-                and averages(module, self._parameters)
-            ):
-                raise InvalidRequestError(
-                    f"DistributedDataParallel averages the gradients that Distributed{type(self).__name__} averages. "
-                    "Add ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook), or leave "
-                    "DistributedDataParallel out."
-                )
+        """Called by ``Watcher``."""
+        self._gradients.used(gradients)
 
     def left_by_ddp(self, parameters: Sequence[torch.Tensor]) -> None:
         """Takes over the gradients of a bucket from DDP. Called in backward, once for each bucket.
 
-        Raises InvalidRequestError if this optimizer does not have one of the parameters.
+        Raises InvalidRequestError if this optimizer does not have one of the parameters, or releases gradients.
         """
-        if self._frees:
+        if self._gradients.frees:
             raise InvalidRequestError(
                 f"{self._driver.name}: free_gradients=True cannot release what DDP keeps in buckets of its own. Leave "
                 "free_gradients out, or DDP: the optimizer averages without it."
             )
-        if not self._numbers:
-            self._numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        for parameter in parameters:
-            if id(parameter) not in self._numbers:
-                raise InvalidRequestError(
-                    f"DDP leaves a gradient of shape {tuple(parameter.shape)} to Distributed{type(self).__name__}, "
-                    "which does not have that parameter: nobody would average it. Give the optimizer all trained "
-                    "parameters of the module."
-                )
-        if not self._follows_ddp:
-            self._follows_ddp = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # When this runs DDP's own callback is there, too, and the one that is added then runs after it.
-            queue(lambda: queue(self._follow_ddp))
-
-    def _follow_ddp(self) -> None:
-        """At the end of backward DDP has written its buckets, which nobody has changed, over the gradients, or has made
-        the gradients views of them: what is on its way is what it was."""
-        self._follows_ddp = False
-        if not self._stepper.begun:
-            return
-        release(self._recorded)
-        for index, recorded in enumerate(self._recorded):
-            grad = self._tensors[index].grad
-            if recorded is None or grad is None:
-                continue
-            if grad is not recorded:
-                if grad.dtype is not recorded.dtype or not torch.equal(grad, recorded):
-                    continue  # ``step`` sees it
-                if self._stepper.buckets.is_posted(index):
-                    self._copies.append(recorded)  # which the exchange reads
-                self._recorded[index] = grad
-            self._versions[index] = grad._version
-            self._pointers[index] = _pointer(grad)
-        for recorded in self._recorded:
-            if type(recorded) is torch.Tensor:
-                recorded.__class__ = WatchedGradient
+        self._ddp.take(parameters, self._gradients.follow_ddp)
 
     # The step
 
@@ -728,18 +413,18 @@ class CompressedOptimizer(HasRankState):
                 loss = closure()
         if self._local.inside and self._local.take_gradients():
             self.gradients_changed()
-        if self._freed:
-            self._require_freed()
+        if self._gradients.frees:
+            self._gradients.require_freed()
         if self._stepper.begun:
             if self._placement.offloads:
-                self._post_copies()
+                self._gradients.post_copies()
             self._find_parameters()
             self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
             self._follow()
         else:
             self._begin()
         try:
-            self.outcome = self._driver.step(self._has_changed)
+            self.outcome = self._driver.step(self._gradients.have_changed)
             self._placement.leave()
             if self.outcome is StepOutcome.TAKE:
                 self._masters.write()
@@ -781,17 +466,9 @@ class CompressedOptimizer(HasRankState):
             self._inner_steps = False
 
     def _forget(self) -> None:
-        release(self._recorded)
+        self._gradients.forget()
         if self._local.inside:
             self._local.forget()
-        self._used.clear()
-        self._copies.clear()
-        self._fetched.clear()
-        self._freed.clear()
-        if self._frees:
-            for tensor in self._tensors:
-                tensor.grad = None
-        self._recorded[:] = [None] * len(self._recorded)
         self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
 
     def skip(self, *, overflow: bool = False) -> None:
@@ -821,7 +498,7 @@ class CompressedOptimizer(HasRankState):
         """Makes float16 gradients float32, now and in all later steps. Called by a GradScaler, which will divide its
         scale out of them.
         """
-        if self._frees:
+        if self._gradients.frees:
             raise InvalidRequestError(
                 f"{self._driver.name}: free_gradients=True releases gradients during backward, and a GradScaler would "
                 "divide its scale out of them after it. Use bfloat16 without a GradScaler, or leave free_gradients out."
@@ -837,21 +514,7 @@ class CompressedOptimizer(HasRankState):
 
     def gradients_changed(self) -> None:
         """Says that posted gradients have changed, so that ``step()`` exchanges them again."""
-        if not self._stepper.begun:
-            return
-        posted = self._stepper.buckets.posted_tensors
-        if not posted:
-            self._fetched.clear()  # copies of what they were
-            return
-        self._stepper.object(Flag.CHANGED)
-        release(self._recorded)
-        self._fetched.clear()
-        for index in posted:  # what the script changes after this is seen
-            recorded, grad = self._recorded[index], self._tensors[index].grad
-            if recorded is not None and grad is not None:
-                self._copies.append(recorded)  # which the exchange reads
-                self._recorded[index] = grad
-                self._versions[index], self._pointers[index] = grad._version, _pointer(grad)
+        self._gradients.note_change()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. Between backward and ``step()`` this also skips the step, on all ranks."""
@@ -1009,24 +672,16 @@ def report_metrics(optimizer: CompressedOptimizer, prefix: str = "ocomm/") -> di
     return report.metrics(optimizer.compression_report(), prefix)
 
 
-def _is_state(state: Any, optimizer: CompressedOptimizer) -> bool:
-    """Returns True if a hook's ``state`` is ``optimizer``, or what Accelerate has wrapped it in."""
-    return state is optimizer or getattr(state, "optimizer", None) is optimizer
-
-
-def _pointer(grad: torch.Tensor) -> int:
-    return grad.data_ptr() if grad.layout is torch.strided else 0
-
-
 def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:
     """Counts the gradient of parameter ``index``, and hands it over after the last pass. A hook of backward."""
     optimizer = reference()
     if optimizer is None:
         return
     left = optimizer._passes_left[index] - 1
-    if not optimizer._has_looked_for_ddp:
-        optimizer._find_ddp()
-    module: Any = optimizer._ddp and optimizer._ddp()  # without a call of Python's, which a hook has no time for
+    ddp = optimizer._ddp
+    if not ddp.is_known:
+        ddp.find(optimizer)
+    module: Any = ddp.reference and ddp.reference()  # without a call of Python's, which a hook has no time for
     if left >= 0 and (optimizer._accumulates or (module is not None and not module.require_backward_grad_sync)):
         optimizer._passes_left[index] = max(left, 1)  # one that exchanges is yet to come
         return
@@ -1038,10 +693,10 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
     stepper = optimizer._stepper
     if not stepper.begun:
         optimizer._begin(early=True)
-    optimizer._recorded[index] = parameter.grad
+    optimizer._gradients.recorded[index] = parameter.grad
     stepper.buckets.mark_ready(index)
     if not stepper.keeps_gradients:
-        optimizer._drop_read()
+        optimizer._gradients.drop_read()
 
 
 def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parameter: torch.Tensor) -> None:

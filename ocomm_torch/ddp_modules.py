@@ -1,11 +1,15 @@
-"""Finds modules in DistributedDataParallel: it does not say which there are, so this looks through all objects."""
+"""Finds modules in DistributedDataParallel, which does not say which there are, so this looks through all objects; and
+takes over the gradients that one leaves to an optimizer.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +50,77 @@ def refuse_averaged(parameters: Iterable[Tensor], optimizer: str) -> None:
             "Give DistributedDataParallel a plain optimizer, or leave it out; a 1-bit optimizer goes with it: "
             "ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook)."
         )
+
+
+class DDPModule:
+    """The module in DistributedDataParallel that leaves the gradients of an optimizer's parameters to it, if any.
+
+    Args:
+        parameters: The optimizer's.
+        optimizer: Its name, for messages.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: str) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        #: Whether ``find`` was called.
+        self.is_known = False
+        #: The module; None if there is none.
+        self.reference: weakref.ref[Any] | None = None
+        self._members: set[int] = set()  # ids of the parameters, once they are needed
+        #: Whether backward will call ``follow`` at its end.
+        self._is_queued = False
+
+    def find(self, optimizer: Any) -> None:
+        """Looks for a module with a hook whose state is ``optimizer``.
+
+        Raises InvalidRequestError for one that averages gradients of the parameters among several ranks.
+        """
+        self.is_known = True
+        for module in ddp_modules():
+            if any(_is_state(state, optimizer) for _, state in getattr(module, "_comm_hooks", ())):
+                self.reference = weakref.ref(module)
+            elif (
+                module.require_backward_grad_sync
+                and module.process_group.size() > 1
+                and averages(module, self._parameters)
+            ):
+                raise InvalidRequestError(
+                    f"DistributedDataParallel averages the gradients that {self._optimizer} averages. Add "
+                    "ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook), or leave DistributedDataParallel "
+                    "out."
+                )
+
+    def take(self, bucket: Sequence[Tensor], follow: Callable[[], None]) -> None:
+        """Takes the gradients of a bucket's parameters. Called in backward, which calls ``follow`` at its end, once
+        DDP has written its buckets to the gradients.
+
+        Raises InvalidRequestError if the optimizer does not have one of the parameters.
+        """
+        if not self._members:
+            self._members = set(map(id, self._parameters))
+        for parameter in bucket:
+            if id(parameter) not in self._members:
+                raise InvalidRequestError(
+                    f"DDP leaves a gradient of shape {tuple(parameter.shape)} to {self._optimizer}, which does not "
+                    "have that parameter: nobody would average it. Give the optimizer all trained parameters of the "
+                    "module."
+                )
+        if self._is_queued:
+            return
+        self._is_queued = True
+
+        def end() -> None:
+            self._is_queued = False
+            follow()
+
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # When this runs DDP's own callback is there, too, and the one that is added then runs after it.
+        queue(lambda: queue(end))
+
+
+def _is_state(state: Any, optimizer: Any) -> bool:
+    """Returns True if a hook's ``state`` is ``optimizer``, or what Accelerate has wrapped it in."""
+    return state is optimizer or getattr(state, "optimizer", None) is optimizer
 
 
 def _leaves_gradients(hook: Any) -> bool:

@@ -152,7 +152,7 @@ class Optimizer(CompressedOptimizer):
                     optimizer._average()
         else:
             for optimizer in under_way:
-                watch(optimizer._recorded)
+                watch(optimizer._gradients.recorded)
 
     def _under_way(self) -> list[Optimizer]:
         """Returns the optimizers of this job whose exchange has begun, in the order in which they were made."""
@@ -168,7 +168,7 @@ class Optimizer(CompressedOptimizer):
         ended. During backward a change is noticed, and the exchange is made again.
         """
         super().used(gradients)
-        own = {id(grad) for grad in self._recorded if grad is not None}
+        own = {id(grad) for grad in self._gradients.recorded if grad is not None}
         if not self._callback_queued and any(id(gradient) in own for gradient in gradients):
             self.synchronize()
 
@@ -202,7 +202,7 @@ class Optimizer(CompressedOptimizer):
         else:
             self._begin()
         try:
-            agreed = self._driver.step(self._has_changed)
+            agreed = self._driver.step(self._gradients.have_changed)
         except NonFiniteError as error:
             # Averages are not finite on any rank then, for a GradScaler to find.
             self._failure, agreed = error, StepOutcome.OVERFLOW

@@ -518,14 +518,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a copy of a gradient is read before it is there",
-        "ocomm_torch/compressed.py",
+        "ocomm_torch/gradients.py",
         "            elif not event.is_over():",
         "            elif event is None:",
         "frontends/test_torch_offload.py",
     ),
     Mutation(
         "a copy is overwritten while another bucket reads it",
-        "ocomm_torch/compressed.py",
+        "ocomm_torch/gradients.py",
         "(index in self._fetched and (not final or is_posted(index)))",
         "(index in self._fetched and not final)",
         "frontends/test_torch_offload.py",

@@ -84,7 +84,7 @@ def test_every_optimizer_makes_of_channels_last_parameters_what_it_makes_of_the_
             optimizer = kind.wrap(parameters)
             for step in range(1, STEPS + 1):
                 one_step(parameters, optimizer, step, rank)
-            assert not optimizer._copies
+            assert not optimizer._gradients.copies
             return memory(parameters)
 
         return run_ranks(2, lambda session: body(session.topology.rank))

@@ -124,7 +124,7 @@ def test_all_gradients_but_those_of_the_last_bucket_are_gone_when_backward_is_ov
                 (parameters[index] * grad).sum().backward()
                 if frees and step > 1:
                     until_released(optimizer, parameters[index], index)
-                pairs = zip(optimizer._recorded, parameters, strict=True)
+                pairs = zip(optimizer._gradients.recorded, parameters, strict=True)
                 counts.append(sum(recorded is not None or p.grad is not None for recorded, p in pairs))
             most.append(max(counts))
             alive.append(counts[-1])
@@ -147,11 +147,11 @@ def test_all_gradients_but_those_of_the_last_bucket_are_gone_when_backward_is_ov
 def until_released(optimizer: Any, parameter: torch.nn.Parameter, index: int) -> None:
     """Waits, as later hooks would ask, until the exchange has read a gradient."""
     end = time.monotonic() + DEADLINE_S
-    while optimizer._recorded[index] is not None:
+    while optimizer._gradients.recorded[index] is not None:
         assert parameter.grad is None, "its bucket was posted"
         optimizer._stepper.buckets.post_early()
         if not optimizer._stepper.keeps_gradients:
-            optimizer._drop_read()
+            optimizer._gradients.drop_read()
         assert time.monotonic() < end
         time.sleep(0.001)
 
@@ -167,7 +167,7 @@ def test_the_memory_of_a_gradient_is_free_for_the_next(on_devices: Any) -> None:
                 grad = torch.from_numpy(gradients(step, rank_of(session), LARGE)[index])
                 (parameters[index] * grad).sum().backward()
                 if step > 1 and index == 3:
-                    found = optimizer._recorded[index]
+                    found = optimizer._gradients.recorded[index]
                     reference = weakref.ref(found) if found is not None else None
                     del found
                     until_released(optimizer, parameters[index], index)
