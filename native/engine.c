@@ -877,6 +877,69 @@ static void learn_from(ocomm_engine *engine, int64_t waited_ns, int spun) {
         engine->learned_spin_ns = spins < least ? least : spins > LONGEST_SPIN_NS / 2 ? LONGEST_SPIN_NS : 2 * spins;
 }
 
+/* Serves the plans of all channels. Returns 1 if a segment has moved, and sets *busy to 1 if a plan is under way. */
+static int serve(ocomm_channel *channels, int *busy) {
+    int moved = 0;
+    for (ocomm_channel *channel = channels; channel && !channel->engine->failed; channel = channel->next) {
+        pthread_mutex_t *lock = &channel->engine->lock;
+        pthread_mutex_lock(lock);
+        const int abandoned = channel->abandoned, idle = !channel->head;
+        pthread_mutex_unlock(lock);
+        if (channel->misfit && !channel->failed)
+            fail_channel(channel, channel->misfit, OCOMM_WRONG_SIZE, channel->misfit_peer);
+        else if (abandoned && !channel->failed)
+            fail_channel(channel, NULL, OCOMM_ABORTED, 0);
+        if (idle || channel->failed)
+            continue;
+        moved |= step_channel(channel);
+        pthread_mutex_lock(lock);
+        *busy |= channel_busy(channel);
+        pthread_mutex_unlock(lock);
+    }
+    return moved;
+}
+
+/* Returns OCOMM_CONTROL if a message has arrived on a watched communicator, OCOMM_FAILED if MPI has failed, or both. */
+static int look_for_control(const ocomm_engine *engine, const watch *watched) {
+    int reason = 0;
+    for (; watched; watched = watched->next) {
+        int flag = 0;
+        if (((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, watched->communicator, &flag, engine->statuses))
+            reason |= OCOMM_FAILED;
+        else if (flag)
+            reason |= OCOMM_CONTROL;
+    }
+    return reason;
+}
+
+/* Returns for how long to sleep when nothing has moved for `quiet` ns: 0 for not at all, -1 to let other processes run
+ * first. A user's thread that does not wait uses the core for something else, so only one that waits is worth a spin. */
+static int64_t nap_ns(const ocomm_engine *engine, int64_t quiet, int waited_for, int busy) {
+    const int64_t learned = engine->learned_spin_ns, spin = engine->spin_ns < learned ? engine->spin_ns : learned;
+    if (waited_for && quiet < spin)
+        return 0;
+    if (waited_for && quiet < learned)
+        return -1; /* if ranks share a core, the awaited rank may need it */
+    const int64_t due = engine->pace_ns / (waited_for ? 10 : 3); /* messages that are not due soon are tested rarely */
+    const int64_t longest = !busy ? engine->idle_ns : waited_for ? 300000 : 1000000;
+    int64_t nap = quiet / 4 < due ? due : quiet / 4;
+    return nap < 20000 ? 20000 : nap > longest ? longest : nap;
+}
+
+/* Sleeps until something is submitted or `nap` ns are over. `waiters` is how many threads were seen to wait. */
+static void sleep_for(ocomm_engine *engine, int64_t nap, int32_t waiters, int busy) {
+    struct timespec wake = until_ns(nap);
+    pthread_mutex_lock(&engine->lock);
+    engine->counters.sleeps++;
+    engine->napping = busy ? 1 : 2;
+    if (!engine->woken && !engine->failing && engine->submissions == engine->seen_submissions)
+        pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
+    engine->napping = 0;
+    if (engine->waiters > waiters)
+        engine->last_activity_ns = now_ns(); /* a thread has begun to wait, so poll quickly again */
+    pthread_mutex_unlock(&engine->lock);
+}
+
 int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
     int64_t end = now_ns() + max_ns, last_expiry = 0;
 #ifdef __linux__
@@ -887,22 +950,19 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
 #endif
     for (;;) {
         int reason = 0, busy = 0, moved = 0, came = 0;
-        int32_t waiters;
-        ocomm_channel *channels;
-        const watch *watched;
         pthread_mutex_lock(&engine->lock);
         if (engine->woken) {
             engine->woken = 0;
             reason |= OCOMM_WOKEN;
         }
-        int failing = engine->failing;
         if (engine->submissions != engine->seen_submissions) {
             engine->seen_submissions = engine->submissions;
             moved = 1;
         }
-        channels = engine->channels;
-        watched = engine->watched;
-        waiters = engine->waiters;
+        const int failing = engine->failing;
+        ocomm_channel *channels = engine->channels;
+        const watch *watched = engine->watched;
+        const int32_t waiters = engine->waiters;
         engine->counters.polls++;
         pthread_mutex_unlock(&engine->lock);
 
@@ -915,36 +975,15 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
                 fail_all(engine, OCOMM_MPI_ERROR, engine->error);
                 reason |= OCOMM_FAILED;
             }
-            moved |= came = polled > 0;
-            for (ocomm_channel *channel = channels; channel && !engine->failed; channel = channel->next) {
-                pthread_mutex_lock(&engine->lock);
-                const int abandoned = channel->abandoned, idle = !channel->head;
-                pthread_mutex_unlock(&engine->lock);
-                if (channel->misfit && !channel->failed)
-                    fail_channel(channel, channel->misfit, OCOMM_WRONG_SIZE, channel->misfit_peer);
-                else if (abandoned && !channel->failed)
-                    fail_channel(channel, NULL, OCOMM_ABORTED, 0);
-                if (idle || channel->failed)
-                    continue;
-                moved |= step_channel(channel);
-                pthread_mutex_lock(&engine->lock);
-                busy |= channel_busy(channel);
-                pthread_mutex_unlock(&engine->lock);
-            }
+            came = polled > 0;
+            moved |= came | serve(channels, &busy);
             if (busy && now - last_expiry > 10000000) {
                 last_expiry = now;
                 for (ocomm_channel *channel = channels; channel; channel = channel->next)
                     expire(channel, now);
             }
         }
-        for (; watched; watched = watched->next) {
-            int flag = 0;
-            if (((iprobe_fn)engine->mpi.iprobe)(engine->mpi.any_source, 0, watched->communicator, &flag,
-                                                engine->statuses))
-                reason |= OCOMM_FAILED;
-            else if (flag)
-                reason |= OCOMM_CONTROL;
-        }
+        reason |= look_for_control(engine, watched);
         if (engine->completed) {
             engine->completed = 0;
             reason |= OCOMM_COMPLETED;
@@ -958,29 +997,12 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             return reason;
         if (now >= end)
             return 0;
-        int64_t quiet = now - engine->last_activity_ns;
-        int64_t spin = engine->spin_ns < engine->learned_spin_ns ? engine->spin_ns : engine->learned_spin_ns;
-        if (moved || (waiters && quiet < spin))
-            continue; /* a thread that does not wait uses the core for something else */
-        if (waiters && quiet < engine->learned_spin_ns) {
-            sched_yield(); /* if ranks share a core, the awaited rank may need it */
+        if (moved)
             continue;
-        }
-        int64_t shortest = engine->pace_ns / (waiters ? 10 : 3); /* messages that are not due soon are tested rarely */
-        int64_t longest = !busy ? engine->idle_ns : waiters ? 300000 : 1000000;
-        int64_t nap = quiet / 4;
-        nap = nap < shortest ? shortest : nap;
-        nap = nap < 20000 ? 20000 : nap > longest ? longest : nap;
-        nap = nap > end - now ? end - now : nap;
-        struct timespec wake = until_ns(nap);
-        pthread_mutex_lock(&engine->lock);
-        engine->counters.sleeps++;
-        engine->napping = busy ? 1 : 2;
-        if (!engine->woken && !engine->failing && engine->submissions == engine->seen_submissions)
-            pthread_cond_timedwait(&engine->submitted, &engine->lock, &wake);
-        engine->napping = 0;
-        if (engine->waiters > waiters)
-            engine->last_activity_ns = now_ns(); /* a thread has begun to wait, so poll quickly again */
-        pthread_mutex_unlock(&engine->lock);
+        int64_t nap = nap_ns(engine, now - engine->last_activity_ns, waiters > 0, busy);
+        if (nap > 0)
+            sleep_for(engine, nap > end - now ? end - now : nap, waiters, busy);
+        else if (nap < 0)
+            sched_yield();
     }
 }
