@@ -27,9 +27,9 @@ class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
     Between syncs each rank steps by itself, and parameters differ between ranks, so evaluate and save after a sync;
-    ``compression_report()["synced"]`` is True then. ``total_steps`` chooses when syncs become rare. After a warm start
-    v counts as refreshed in each of the checkpoint's steps, and the schedules continue from its step count. In the
-    hierarchical form the ranks of a host step together.
+    ``compression_report()["synced"]`` is True then. ``total_steps`` chooses when syncs become rare, and makes the last
+    step one. After a warm start v counts as refreshed in each of the checkpoint's steps, and the schedules continue
+    from its step count. In the hierarchical form the ranks of a host step together.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any. Making the
     optimizer and its steps are collective.

@@ -16,13 +16,17 @@ class SyncSchedule:
 
     The interval is 1 up to step t = ``local_step_start``, then min(``local_step_clip``, 2^floor((t -
     ``local_step_start``) / ``local_step_doubling``)), all of them numbers of steps. A sync is due once that many steps
-    have been taken since the last one, this one included. Raises SettingsError for impossible numbers.
+    have been taken since the last one, this one included; and at step ``last_step``, the last one of the run, if that
+    is known. Raises SettingsError for impossible numbers.
     """
 
-    def __init__(self, local_step_start: int, local_step_doubling: int, local_step_clip: int) -> None:
+    def __init__(
+        self, local_step_start: int, local_step_doubling: int, local_step_clip: int, last_step: int | None = None
+    ) -> None:
         self.start = _at_least(0, "local_step_start", local_step_start)
         self.doubling = _at_least(1, "local_step_doubling", local_step_doubling)
         self.clip = _at_least(1, "local_step_clip", local_step_clip)
+        self.last_step = last_step
         self.last_sync = 0
 
     def interval(self, step: int) -> int:
@@ -44,7 +48,7 @@ class SyncSchedule:
 
     def is_due(self, step: int) -> bool:
         """Returns True if ``step``, the next one, should be a sync. If it cannot be one, ask again for the next."""
-        return step - self.last_sync >= self.interval(step)
+        return step - self.last_sync >= self.interval(step) or step == self.last_step
 
     def synced(self, step: int) -> None:
         """Notes that ``step`` was taken, as a sync."""

@@ -87,8 +87,8 @@ class ZeroOneAdamOptions(PreconditionerOptions):
     )
     total_steps: int | None = option(
         None,
-        """The number of steps of the whole run, which sets those ``local_step`` options that are None. None: it is not
-        known.""",
+        """The number of steps of the whole run, of which the last one is a sync; it sets those ``local_step`` options
+        that are None. None: it is not known.""",
     )
     vote: Literal["step", "sync"] = option(
         "step",
@@ -119,7 +119,7 @@ class ZeroOneAdamOptions(PreconditionerOptions):
         """Returns the schedules of syncs and of refreshes, before the first step."""
         start, doubling, clip = self.local_step_start, self.local_step_doubling, self.local_step_clip
         assert start is not None and doubling is not None and clip is not None
-        syncs = SyncSchedule(start, doubling, clip)
+        syncs = SyncSchedule(start, doubling, clip, self.total_steps)
         return syncs, RefreshSchedule(syncs, self.var_update_scaler, self.var_freeze_step)
 
 

@@ -121,6 +121,9 @@ def _zero_one_adam(total: int) -> Counter[Kind]:
             both += sum(first <= at <= last and (at - first) % interval == 0 for at in refreshed)
             syncs.synced(last)
         step = end + 1
+    if syncs.last_sync < total:  # the last step is one
+        synced += 1
+        both += total in refreshed
     alone = total - synced - len(refreshed) + both
     kinds = {("8", "1"): both, ("8",): len(refreshed) - both, ("1",): synced - both, (VOTE,): alone}
     return Counter({kind: number for kind, number in kinds.items() if number})

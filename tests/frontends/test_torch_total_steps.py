@@ -146,8 +146,8 @@ def test_syncs_of_zero_one_adam_become_rarer_after_half_of_the_run() -> None:
 
     found = run_ranks(2, body)
     assert found[0] == found[1]
-    # Every step up to half of the run, then every second one for a quarter, then every fourth.
-    assert found[0][0] == [*range(1, 20), 21, 23, 25, 27, 29, 33, 37]
+    # Every step up to half of the run, then every second one for a quarter, then every fourth, and the last one.
+    assert found[0][0] == [*range(1, 20), 21, 23, 25, 27, 29, 33, 37, 40]
     expected = list(enumerate(zero_one_kinds(40), 1))
     assert found[0][0] == [step for step, kind in expected if "1" in kind]
     assert found[0][1] == [step for step, kind in expected if "8" in kind]

@@ -84,21 +84,21 @@ def test_the_first_refresh_takes_place_even_if_no_interval_is_1():
     assert refreshed(schedule, 50) == [1]
 
 
-def definition(start, doubling, clip, steps):
+def definition(start, doubling, clip, steps, last_step=None):
     """T_u as docs/algorithms.md has it."""
     found, last = [], 0
     for t in range(1, steps + 1):
         interval = 1 if t <= start else min(clip, 2 ** math.floor((t - start) / doubling))
-        if t - last >= interval:
+        if t - last >= interval or t == last_step:
             found.append(t)
             last = t
     return found
 
 
 @few
-@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 20))
-def test_syncs_are_those_of_the_definition(start, doubling, clip):
-    assert taken(SyncSchedule(start, doubling, clip), 150) == definition(start, doubling, clip, 150)
+@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 20), st.none() | st.integers(1, 150))
+def test_syncs_are_those_of_the_definition(start, doubling, clip, last):
+    assert taken(SyncSchedule(start, doubling, clip, last), 150) == definition(start, doubling, clip, 150, last)
 
 
 @few
