@@ -53,7 +53,7 @@ class AdamWrapper(CompressedOptimizer):
         super().__init__(inner, named_parameters, process_set, options, common, memory)
         if self._warm:
             self._start_warm()
-        elif self.state:
+        elif len(self.state):
             for parameter in self._parameters:
                 if parameter in self.state:
                     entry = self.state[parameter]
@@ -80,7 +80,7 @@ class AdamWrapper(CompressedOptimizer):
             raise InvalidRequestError(
                 f"{where} must be Adam's state_dict or a path to one, not a {type(given).__name__}."
             )
-        if self.state:
+        if len(self.state):
             raise InvalidRequestError(
                 f"{where} was given, but the wrapped {type(self._inner).__name__} has a state already; leave one out."
             )

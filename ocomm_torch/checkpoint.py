@@ -91,5 +91,25 @@ def check_plain(plain: Mapping[str, Any], counts: Sequence[int], where: str) -> 
             f"{where} has groups of {found} parameters, the optimizer has {list(counts)}. Wrap the same parameters, in "
             "the same order."
         )
-    # torch.distributed.checkpoint turns numbers into strings, and leaves out empty entries.
-    return {int(number): entry for number, entry in plain.get("state", {}).items()}
+    numbers = {name: number for number, name in enumerate(_members(plain))}
+    entries = {}
+    for name, entry in plain.get("state", {}).items():
+        # torch.distributed.checkpoint turns numbers into strings, and leaves out empty entries.
+        number = numbers.get(name, numbers.get(int(name) if str(name).isdecimal() else None))
+        if number is None:
+            raise CheckpointError(f"{where} has an entry of {name!r}, which is in none of its groups.")
+        entries[number] = entry
+    return entries
+
+
+def numbered_groups(plain: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer's ``state_dict`` with numbers for parameters, from 0 on.
+
+    ``get_state_dict`` of torch.distributed.checkpoint has names in their place.
+    """
+    numbers = iter(range(len(_members(plain))))
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in plain["param_groups"]]
+
+
+def _members(plain: Mapping[str, Any]) -> list[Any]:
+    return [name for group in plain["param_groups"] for name in group["params"]]

@@ -30,7 +30,7 @@ from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.types import DType, Flag
 from ocomm_torch import loss_scaling
-from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
+from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import DDPModule
 from ocomm_torch.gradient_hooks import hook_gradient
@@ -571,6 +571,7 @@ class CompressedOptimizer(HasRankState):
             self._driver.check_place(saved)
             plain["state"] = self._without_shards(plain.get("state", {}), saved)
         plain["state"] = {number: copied(entry) for number, entry in self._check_plain(plain).items()}
+        plain["param_groups"] = numbered_groups(plain)
         if saved is None:
             self._load_plain(plain)
             self._masters.restart()

@@ -26,7 +26,7 @@ from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.diloco import DiLoCoDriver
 from ocomm_torch import loss_scaling
-from ocomm_torch.checkpoint import check_plain, to_numpy, to_torch
+from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import (
     check_plain_optimizer,
@@ -389,6 +389,7 @@ class DiLoCo(HasRankState):
         plain = {key: value for key, value in state_dict.items() if key != "ocomm"}
         entries = check_plain(plain, self._group_counts, "the state_dict")
         plain["state"] = {number: copied(entry) for number, entry in entries.items()}
+        plain["param_groups"] = numbered_groups(plain)
         saved = state_dict.get("ocomm")
         if saved is not None:
             saved = to_numpy(saved)

@@ -5,6 +5,8 @@ restores and broadcasts optimizers knows them by this class.
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,28 @@ from ocomm.operations import ProcessSet
 from ocomm.training.driver import Driver
 from ocomm_torch.checkpoint import rank_source
 from ocomm_torch.loss_scaling import CollectiveStep
+
+_log = logging.getLogger("ocomm")
+
+
+class OwnState(defaultdict[Any, Any]):
+    """The state of a wrapped optimizer, which holds nothing while ocomm keeps the moments, and still is not empty.
+
+    ``get_state_dict`` of torch.distributed.checkpoint makes a step of zero gradients with an optimizer whose state is
+    empty. That would be a step of all ranks, with all their errors.
+    """
+
+    _has_warned = False
+
+    def __bool__(self) -> bool:
+        if not len(self) and not OwnState._has_warned:
+            OwnState._has_warned = True
+            _log.warning(
+                "get_state_dict() of torch.distributed.checkpoint, or something like it, asks for an optimizer's "
+                "moments. It saves 'state' and 'param_groups' alone, without the errors of compression and the stage "
+                "of the run: save optimizer.state_dict() and optimizer.rank_state_dict() instead."
+            )
+        return True
 
 
 class HasRankState(CollectiveStep):
@@ -40,6 +64,19 @@ class HasRankState(CollectiveStep):
         # The same objects, so that changes by a scheduler or user of one optimizer change both.
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
+        optimizer.state = self.state
+
+    @property
+    def state(self) -> OwnState:
+        """The wrapped optimizer's state, by parameter."""
+        found = self.__dict__["state"]
+        if type(found) is not OwnState:  # torch replaces it when it loads a state
+            found = self.__dict__["state"] = OwnState(dict, found)
+        return found
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
     @property
     def _fixed(self) -> str:

@@ -517,6 +517,13 @@ MUTATIONS = [
         "frontends/test_torch_free_gradients.py",
     ),
     Mutation(
+        "an optimizer whose moments ocomm keeps seems to have no state",
+        "ocomm_torch/rank_states.py",
+        "        return True",
+        "        return bool(len(self))",
+        "frontends/test_torch_checkpoint_files.py",
+    ),
+    Mutation(
         "a copy of a gradient is read before it is there",
         "ocomm_torch/gradients.py",
         "            elif not event.is_over():",

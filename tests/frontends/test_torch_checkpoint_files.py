@@ -13,13 +13,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.session import Session
 from ocomm_torch.birder import DistributedBirder
 from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.rank_states import OwnState
 from ocomm_torch.zero_one import DistributedZeroOneAdam
+from tests.frontends.every_kind import KINDS as EVERY_KIND
 from tests.frontends.onebit_jobs import backward, digest, gradients
+from tests.world.test_runtime import threads_only
 from tests.worlds import MPI_SIZE, run_ranks
 
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="ranks of a job have a folder each; see cluster/test_resume.py")
@@ -428,3 +432,79 @@ def test_torch_distributed_checkpoint_saves_and_loads_both_halves(tmp_path: Path
         for expected, found, done in run_ranks(1, body):
             assert done == "loaded"
             assert found == expected
+
+
+# get_state_dict of torch.distributed.checkpoint, which takes "state" and "param_groups" alone
+
+
+def modelled(kind: str) -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Linear(6, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    return model, EVERY_KIND[kind].wrap(list(model.parameters()))
+
+
+def take_steps(model: torch.nn.Module, optimizer: Any, first: int, last: int, rank: int) -> None:
+    for step in range(first, last + 1):
+        backward(list(model.parameters()), gradients(step, rank, ((3, 6), (3,))), range(2))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@threads_only  # nothing here depends on the network
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_states_that_torch_collects_take_no_step(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnState, "_has_warned", False)
+
+    def body(session: Session) -> bool:
+        saved, plain = (modelled(kind) for _ in range(2))
+        for model, optimizer in (saved, plain):
+            take_steps(model, optimizer, 1, 6, rank_of(session))
+        is_kept_by_ocomm = not len(saved[1].state)
+        get_optimizer_state_dict(*saved)
+        for model, optimizer in (saved, plain):
+            take_steps(model, optimizer, 7, 8, rank_of(session))
+        assert saved[1].compression_report()["step"] == 8
+        for one, other in zip(saved[0].parameters(), plain[0].parameters(), strict=True):
+            assert torch.equal(one, other)
+        return is_kept_by_ocomm
+
+    assert set(run_ranks(2, body)) == {"rank_state_dict() instead" in caplog.text}
+
+
+@threads_only
+def test_states_that_torch_has_collected_by_name_are_loaded_as_those_of_a_plain_adam() -> None:
+    def body(session: Session) -> None:
+        model, optimizer = modelled("1-bit Adam, compressed")
+        take_steps(model, optimizer, 1, 6, rank_of(session))
+        found = get_optimizer_state_dict(model, optimizer)
+        assert list(found["state"]) == ["weight", "bias"]
+        again, into = modelled("1-bit Adam, compressed")
+        again.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(again, into, found)
+        before, after = (one.state_dict() for one in (optimizer, into))
+        assert [group["params"] for group in after["param_groups"]] == [[0, 1]]
+        for number in range(2):
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(before["state"][number][name], after["state"][number][name])
+        take_steps(again, into, 7, 8, rank_of(session))
+
+    run_ranks(2, body)
+
+
+@threads_only
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [({"scale": {}}, r"has an entry of 'scale', which is in none of its groups"), ({2: {}}, "has an entry of 2")],
+)
+def test_an_entry_of_no_parameter_is_an_error(entries: dict[Any, Any], message: str) -> None:
+    def body(session: Session) -> None:
+        _, optimizer = modelled("1-bit Adam, dense")
+        state = torch.optim.Adam(torch.nn.Linear(6, 3).parameters()).state_dict()
+        with pytest.raises(CheckpointError, match=message):
+            optimizer.load_state_dict({**state, "state": entries})
+
+    run_ranks(1, body)
