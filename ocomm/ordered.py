@@ -50,6 +50,9 @@ class Call:
         counts: The number of elements of each tensor; empty if ranks may have different numbers.
         op: The reduction; "" if there is none.
         root: The root's rank in the set; -1 if there is none.
+        sent: The bytes that this rank sends to each rank of the set, if they may differ between pairs of ranks; not
+            compared as they are, but pair by pair.
+        received: The bytes that it receives from each.
     """
 
     operation: str
@@ -57,11 +60,15 @@ class Call:
     counts: tuple[int, ...] = ()
     op: str = ""
     root: int = -1
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.operation]
+        if self.counts:
+            words.append(f"of {' + '.join(map(str, self.counts))} elements")
         if self.dtype:
-            words.append(f"of {' + '.join(map(str, self.counts)) or '0'} elements of {self.dtype}")
+            words.append(f"of {self.dtype}")
         if self.op:
             words.append(f"by {self.op}")
         if self.root >= 0:
@@ -70,8 +77,10 @@ class Call:
 
 
 @lru_cache(maxsize=4096)
-def _signature(call: Call) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=8).digest(), "little")
+def _signature(call: Call, low_to_high: int = 0, high_to_low: int = 0) -> int:
+    """Returns a number for what two ranks compare: the call, and the bytes that they send each other."""
+    said = call.operation, call.dtype, call.counts, call.op, call.root, low_to_high, high_to_low
+    return int.from_bytes(hashlib.blake2b(repr(said).encode(), digest_size=8).digest(), "little")
 
 
 class _Prepared:
@@ -156,6 +165,10 @@ class Exchange:
             self._channel.reuse(plan)
 
 
+def _check(header: np.ndarray, messages: Sequence[Bytes]) -> CheckHeaders:
+    return CheckHeaders(header, messages, np.zeros(1, np.uint32), np.zeros(0, np.uint8), np.zeros(1, np.int64))
+
+
 def _new_name(name: str, begun: Mapping[str, int]) -> str:
     """Returns a name that no earlier channel of this run has, the same on all ranks, because opening is collective."""
     return next(new for k in itertools.count() if (new := f"{name}#{k}") not in begun)
@@ -202,7 +215,6 @@ class OrderedChannel:
         sources: Sequence[Bytes],
         targets: Sequence[Bytes],
         build: Build,
-        own: tuple[int, ...] = (),
     ) -> Exchange:
         """Starts a collective, and returns it. Collective, in one order on all ranks; does not wait for them.
 
@@ -211,8 +223,8 @@ class OrderedChannel:
             sources: The buffers that the plan reads: contiguous bytes, which must not change before the exchange is
                 over.
             targets: The buffers that the plan writes; they may be the sources.
-            build: Makes the plan. It has the same shape on all ranks that make the same call.
-            own: Further numbers on which the plan depends, which may differ between ranks.
+            build: Makes the plan, which depends on ``call`` and the sizes of buffers alone, and has the same shape on
+                all ranks that make the same call.
 
         Raises:
             OcommError: An earlier collective of this channel has failed; the error is of the same class.
@@ -224,7 +236,7 @@ class OrderedChannel:
         if nbytes > KEPT_NBYTES:
             plan = self._prepare(call, sources, targets, build)
             return self._begin(call, plan, None)
-        key = call, own, tuple([b.nbytes for b in sources]), tuple([b.nbytes for b in targets])
+        key = call, tuple([b.nbytes for b in sources]), tuple([b.nbytes for b in targets])
         found = self._take(key)
         if found is None:
             copies = [aligned(source.nbytes) for source in sources]
@@ -245,7 +257,10 @@ class OrderedChannel:
     def _prepare(self, call: Call, sources: Sequence[Bytes], targets: Sequence[Bytes], build: Build) -> _Prepared:
         plan = build(self._context, sources, targets)
         plan.name = f"{self.name}: {call}"
-        if self.size > 1:
+        if self.size > 1 and call.sent:
+            # Before any data: MPI cannot go on after a message that is longer than its receiver expects.
+            plan.segments[0][:0] = self._comparison_of_pairs(call)
+        elif self.size > 1:
             plan.segments.insert(0, self._comparison(call))
         try:
             prepared = self._channel.prepare(plan)
@@ -255,19 +270,32 @@ class OrderedChannel:
 
     def _comparison(self, call: Call) -> list[Stage]:
         """Returns the segment in which every rank receives the signatures of the calls of all others."""
-        headers = np.zeros(self.size, HEADER)
-        headers["magic"], headers["rank"], headers["signature"] = MAGIC, self.rank, _signature(call)
-        rows = [headers[rank : rank + 1].view(np.uint8) for rank in range(self.size)]
-        check = CheckHeaders(
-            headers[self.rank : self.rank + 1],
-            rows,
-            np.zeros(1, np.uint32),
-            np.zeros(0, np.uint8),
-            np.zeros(1, np.int64),
-        )
+        headers, rows = self._headers()
+        headers["signature"] = _signature(call)
         peers = self._context.peers
         exchange = Stage([], [Message(p, rows[self.rank]) for p in peers], [Message(p, rows[p]) for p in peers])
-        return [exchange, Stage([check])]
+        return [exchange, Stage([_check(headers[self.rank : self.rank + 1], rows)])]
+
+    def _comparison_of_pairs(self, call: Call) -> list[Stage]:
+        """Returns the stages in which every two ranks compare the call and what they send each other."""
+        mine, out = self._headers()
+        _, rows = self._headers()
+        exchange, checks = Stage(), Stage()
+        for peer in self._context.peers:
+            both = call.sent[peer], call.received[peer]
+            mine["signature"][peer] = _signature(call, *(both if self.rank < peer else reversed(both)))
+            exchange.sends.append(Message(peer, out[peer]))
+            exchange.receives.append(Message(peer, rows[peer]))
+            others = [out[peer]] * self.size  # equal to what they are compared with
+            others[peer] = rows[peer]
+            checks.compute.append(_check(mine[peer : peer + 1], others))
+        return [exchange, checks]
+
+    def _headers(self) -> tuple[np.ndarray, list[Bytes]]:
+        """Returns a header of this rank for each rank, and the bytes of each."""
+        headers = np.zeros(self.size, HEADER)
+        headers["magic"], headers["rank"] = MAGIC, self.rank
+        return headers, [headers[rank : rank + 1].view(np.uint8) for rank in range(self.size)]
 
     def _take(self, key: Hashable) -> _Prepared | None:
         with self._lock:
@@ -327,8 +355,15 @@ class OrderedChannel:
             )
 
     def _differ(self, ticket: Ticket, call: Call) -> OcommError:
+        other = ticket.error
+        if call.sent:
+            return MismatchError(
+                f"{self.name}: {call}: rank {self.ranks[self.rank]} sends {call.sent[other]} bytes to rank "
+                f"{self.ranks[other]} and expects {call.received[other]} from it; rank {self.ranks[other]} has other "
+                "sizes, or called something else. The splits of the two must fit."
+            )
         return MismatchError(
-            f"{self.name}: rank {self.ranks[self.rank]} called {call}, and rank {self.ranks[ticket.error]} something "
+            f"{self.name}: rank {self.ranks[self.rank]} called {call}, and rank {self.ranks[other]} something "
             "else. All ranks must make the same calls in the same order."
         )
 

@@ -40,7 +40,7 @@ from ocomm_torch.distributed.tensors import (
     require_same_size,
     row_nbytes,
 )
-from ocomm_torch.distributed.work import GroupWork, Messages, Together
+from ocomm_torch.distributed.work import GroupWork, Messages, Together, UnderWay
 
 #: Seconds for which a rank that has failed waits until the other ranks say what they have called.
 _WORDS_S = 1.0
@@ -95,6 +95,7 @@ class OcommProcessGroup(ProcessGroup):
         self._number = session.add_members(order, f"group {group_id!r}")
         self._member = session.member_set(self._number)
         self._channels: dict[str, OrderedChannel] = {}
+        self._under_way: dict[OrderedChannel, UnderWay] = defaultdict(UnderWay)
         self._open_channel("")
         self._sent: dict[tuple[int, int, int], int] = defaultdict(int)
         #: What this rank has sent to itself and not yet received, by tag.
@@ -248,20 +249,22 @@ class OcommProcessGroup(ProcessGroup):
         build: Build,
         result: list[Any],
         *stores: Output,
-        own: tuple[int, ...] = (),
     ) -> GroupWork:
         self._require(call)
-        exchange = self._channel.start(call, sources, targets, build, own)
-        return self._under_way(exchange, result, *stores)
+        channel = self._channel
+        exchange = channel.start(call, sources, targets, build)
+        return self._work(exchange, result, *stores, under_way=self._under_way[channel])
 
-    def _under_way(self, exchange: Exchange | Messages, result: list[Any], *stores: Output) -> GroupWork:
+    def _work(
+        self, exchange: Exchange | Messages, result: list[Any], *stores: Output, under_way: UnderWay | None = None
+    ) -> GroupWork:
         """Returns the work of a call, and keeps it for ``_end_coalescing`` while torch coalesces calls."""
 
         def finish() -> None:
             for each in stores:
                 each.store()
 
-        work = GroupWork(self._completer, exchange, result, finish)
+        work = GroupWork(self._completer, exchange, result, finish, under_way)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -528,11 +531,9 @@ class OcommProcessGroup(ProcessGroup):
         sent = row_nbytes(source, input_splits, self._size, "input")
         got = row_nbytes(output, output_splits, self._size, "output")
         out = Out(output, operation, filled=False)
-        is_even = not input_splits and not output_splits
-        counts = (source.numel(),) if is_even else ()
-        call = Call(operation, dtype_of(source), counts)
+        call = Call(operation, dtype_of(source), sent=tuple(sent), received=tuple(got))
         sources = [bytes_of(on_host(source, operation).contiguous())]
-        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out, own=(*sent, *got))
+        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if not len(outputs) == len(inputs) == self._size:
@@ -541,9 +542,9 @@ class OcommProcessGroup(ProcessGroup):
             )
         parts = Parts(outputs, "all_to_all")
         source = joined(inputs, "all_to_all")
-        sent, got = [tensor.nbytes for tensor in inputs], [tensor.nbytes for tensor in outputs]
-        call, deal = Call("all_to_all", dtype_of(inputs[0])), self._deal(sent, got)
-        return self._start(call, [bytes_of(source)], [bytes_of(parts.buffer)], deal, outputs, parts, own=(*sent, *got))
+        sent, got = tuple([tensor.nbytes for tensor in inputs]), tuple([tensor.nbytes for tensor in outputs])
+        call = Call("all_to_all", dtype_of(inputs[0]), sent=sent, received=got)
+        return self._start(call, [bytes_of(source)], [bytes_of(parts.buffer)], self._deal(sent, got), outputs, parts)
 
     def _deal(self, sent: Sequence[int], got: Sequence[int]) -> Build:
         """Returns the builder of an alltoall. This rank knows only how many bytes it sends and receives itself."""
@@ -602,10 +603,10 @@ class OcommProcessGroup(ProcessGroup):
         name = f"message {count} from rank {self._ranks[source]} to rank {self._ranks[destination]} with tag {tag}"
         handle = operations.start_message(self._member, name, bytes_of(tensor), source, destination)
         messages = Messages([handle], f"group {self._group_name!r}: {name}", lambda: self.timeout_s)
-        return self._under_way(messages, result, *stores)
+        return self._work(messages, result, *stores)
 
     def _done(self, result: list[Tensor]) -> Work:
-        return self._under_way(Messages([], "a message", lambda: self.timeout_s), result)
+        return self._work(Messages([], "a message", lambda: self.timeout_s), result)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """From now on calls start at once, as always, and are remembered for ``_end_coalescing``."""

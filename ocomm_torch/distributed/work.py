@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,44 @@ def seconds_of(timeout: Any) -> float | None:
     return seconds if seconds > 0 else None
 
 
+class UnderWay:
+    """The collectives of a channel that nobody has waited for yet, in the order in which they were started.
+
+    Whoever has waited for one finds the results of all before it in their tensors, as in a stream of nccl: a script may
+    wait for the last of several, or call a barrier.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[GroupWork] = deque()
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def add(self, work: GroupWork) -> None:
+        """Adds the next collective, and gives it its number."""
+        with self._lock:
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            self._count += 1
+            work.number = self._count
+            self._works.append(work)
+
+    def end(self, number: int) -> None:
+        """Waits for the collectives up to ``number``, which is over: all ranks have started those before it."""
+        with self._lock:
+            while self._works and self._works[0].number <= number:
+                self._works.popleft().end()
+
+
 class GroupWork(Work):
-    """A collective under way. ``finish`` copies its results to the caller's tensors. A future is made on request."""
+    """A collective under way. ``finish`` copies its results to the caller's tensors. A future is made on request.
+
+    Args:
+        completer: Completes its future.
+        exchange: What is under way.
+        result: The tensors that a future gives.
+        finish: Called once, when the exchange has succeeded.
+        under_way: Where it is in the order of its channel; None if it is in none.
+    """
 
     def __init__(
         self,
@@ -32,6 +69,7 @@ class GroupWork(Work):
         exchange: Exchange | Messages | Together,
         result: list[Any],
         finish: Callable[[], None],
+        under_way: UnderWay | None = None,
     ) -> None:
         super().__init__()
         self._completer = completer
@@ -40,11 +78,22 @@ class GroupWork(Work):
         self._finish: Callable[[], None] | None = finish
         self._lock = threading.Lock()
         self._future: Future | None = None
+        self._under_way = under_way
+        #: The number in ``under_way``, from 1; 0 for none.
+        self.number = 0
+        if under_way is not None:
+            under_way.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        self._exchange.wait(seconds_of(timeout))
-        self._store()
+        self.end(seconds_of(timeout))
+        if self._under_way is not None:
+            self._under_way.end(self.number)
         return True
+
+    def end(self, seconds: float | None = None) -> None:
+        """Waits for this call alone."""
+        self._exchange.wait(seconds)
+        self._store()
 
     def _store(self) -> None:
         with self._lock:

@@ -194,6 +194,23 @@ later = group.allreduce([ones.clone()]).get_future()
 following = later.then(lambda future: future.value()[0] * 2)
 asked.set()
 assert first.wait()[0] == 6.0
+group = both()
+for numel in (1000, 100_000):  # a small one has memory of its own until somebody asks for the result
+    total, parts = torch.ones(numel), [torch.zeros(2), torch.zeros(2)]
+    dist.all_reduce(total, group=group, async_op=True)
+    dist.all_gather(parts, ones[:2] + rank, group=group, async_op=True)
+    dist.barrier(group)
+    assert total.eq(2.0).all() and [part[0] for part in parts] == [1.0, 2.0]
+dealt = torch.zeros(4)
+dist.all_to_all_single(dealt, torch.arange(4.0) + 10 * rank, *([[2, 2], [2, 2]] if rank else []), group=group)
+assert dealt.tolist() == [2.0 * rank, 2.0 * rank + 1, 2.0 * rank + 10, 2.0 * rank + 11]
+for name, sent in (("short", 1), ("long", 3)):
+    splits = [2, 2] if rank else [2, sent]
+    each = torch.zeros(sum(splits))
+    said(name, lambda: dist.all_to_all_single(dealt, each, [2, 2], splits, group=both()))
+    lists = list(each.split(splits))
+    said(name + " list", lambda: dist.all_to_all([torch.zeros(2), torch.zeros(2)], lists, group=both()))
+group = both()
 said("single", lambda: dist.all_gather_into_tensor(torch.zeros(8, dtype=torch.int32), ones, group=group))
 last = group.allreduce([ones.clone()])
 last.wait()
@@ -232,6 +249,15 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "sparse": ["NotImplementedError", "MAX", "to_dense()"],
             "shapes": ["MismatchError", "rank 0", "(3, 3)", "rank 1", "(4, 4)"],
             "bits": ["InvalidRequestError", "integers and bool, not float32"],
+            "short": [
+                "MismatchError",
+                "all_to_all_single of float32",
+                "expects 8 from it",
+                "splits of the two must fit",
+            ],
+            "short list": ["MismatchError", "all_to_all of float32", "expects 8 from it"],
+            "long": ["MismatchError", "all_to_all_single of float32", "expects 8 from it"],
+            "long list": ["MismatchError", "all_to_all of float32", "expects 8 from it"],
             "single": ["InvalidRequestError", "8 elements of int32", "2 times the 4 of float32"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
