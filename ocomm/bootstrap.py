@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,17 @@ _pmi: PmiStart | None = None
 _ADDRESS_NBYTES = 512
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What ``torch.distributed.init_process_group`` was told: a store that the ranks share, this process's rank, and
+    how many there are.
+    """
+
+    store: Store
+    rank: int
+    size: int
+
+
 def _is_child() -> bool:
     """Returns whether multiprocessing has started this process."""
     # A spawned process imports its parent's script before multiprocessing says whose child it is.
@@ -52,7 +63,10 @@ def _is_child() -> bool:
 
 
 def initialize(
-    communicator: Any = None, process_sets: Sequence[Sequence[int]] = (), store: Store | None = None
+    communicator: Any = None,
+    process_sets: Sequence[Sequence[int]] = (),
+    store: Store | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Starts the session of the process: over MPI if a launcher has started the process, else as a single rank.
 
@@ -64,6 +78,7 @@ def initialize(
         process_sets: Lists of ranks, the same on all ranks; they get the ids 1, 2, ...
         store: The ``torch.distributed.Store`` in which the ranks meet if no launcher of MPI's has started them; None to
             find one.
+        meeting: How the ranks meet if no launcher has started this process.
 
     Raises:
         LaunchError: The environment does not say how to find the other ranks, MPI cannot start, or ranks do not come
@@ -84,7 +99,11 @@ def initialize(
     group = torch_store.default_group()
     # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store or a default process group;
     # workers of data loaders have neither.
-    if _is_child() and store is None and group is None:
+    launch = read_launch(os.environ)
+    is_by_mpi = launch is not None and launch.is_mpi
+    if is_by_mpi or (launch is not None and not _is_child()):
+        meeting = None
+    if _is_child() and store is None and group is None and meeting is None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "
             f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
@@ -92,16 +111,18 @@ def initialize(
             "rank that a notebook's launcher started, make its process group first, by Accelerator() or "
             "torch.distributed.init_process_group(), or call init(store=...)."
         )
-    launch = read_launch(os.environ)
     if launch is None and is_gloo_launch(os.environ):
         raise LaunchError(
             f"horovodrun started this process in Gloo mode (HOROVOD_SIZE={os.environ['HOROVOD_SIZE']}), in which ocomm "
             "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
             "with mpirun or srun."
         )
-    if launch is None or not launch.is_mpi:
+    if not is_by_mpi:
         if group is not None:
             launch = Launch("torch.distributed.get_world_size()", group[1], group[0], "")
+        elif meeting is not None:
+            store = meeting.store
+            launch = Launch("torch.distributed.init_process_group()", meeting.size, meeting.rank, "")
         if launch is None and store is not None:
             raise LaunchError(
                 "init(store=...) needs this process's number and that of all processes: set RANK and WORLD_SIZE, or "

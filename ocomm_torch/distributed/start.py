@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ocomm import api, operations
+from ocomm import api, bootstrap, operations
 from ocomm import session as sessions
 from ocomm.errors import InvalidRequestError, LaunchError
 from ocomm.operations import global_process_set
@@ -31,7 +31,8 @@ _tokens: weakref.WeakKeyDictionary[Session, str] = weakref.WeakKeyDictionary()
 def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
     """Returns a new process group. Collective over its members, on which torch.distributed calls it.
 
-    Calls ``ocomm.init()`` if the script has not done so.
+    Joins the job if the script has not called ``init()``. Where no launcher has started this process, as with
+    ``torch.multiprocessing.spawn``, the members of the first group are the ranks, which meet in its store.
 
     Args:
         options: Torch's ``_DistributedBackendOptions``: store, ranks, name and timeout of the group.
@@ -43,7 +44,8 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
         LaunchError: Some members do not come within ``start_timeout_s``.
     """
     if not api.is_initialized():
-        api.init()
+        store = dist.PrefixStore("ocomm", options.store)
+        bootstrap.initialize(meeting=bootstrap.Meeting(store, options.group_rank, options.group_size))
     leave_hooks_alone()
     session = sessions.current()
     topology = session.require_topology()

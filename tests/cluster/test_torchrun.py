@@ -191,6 +191,40 @@ assert hvd.size() == 2
         assert code == 0, said
 
 
+SPAWNED = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def work(rank, url):
+    dist.init_process_group("ocomm", init_method=url, rank=rank, world_size=2)
+    import ocomm_torch as hvd
+    assert (hvd.rank(), hvd.size()) == (rank, 2)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert ones.tolist() == hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, sys.argv[1:], nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("way", ["tcp://127.0.0.1:PORT", "file://FOLDER/store", "env://"])
+def test_processes_of_torch_multiprocessing_meet_in_the_store_of_their_group(way: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    url = way.replace("PORT", str(free_port())).replace("FOLDER", str(tmp_path))
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if way == "env://" else {}
+    job = subprocess.run(
+        [sys.executable, str(script), url],
+        env=without_launcher(PYTHONPATH=str(ROOT), **meet),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+
+
 def test_what_mpi_has_started_before_init_is_an_error_on_all_ranks() -> None:
     script = "import os\nif os.environ['RANK'] == '1':\n    from mpi4py import MPI\nimport ocomm\nocomm.init()\n"
     for code, said in Ranks(["-c", script], 2).ended().values():
