@@ -210,7 +210,8 @@ class Auto(HasRankState):
         self.outcome = None
         if self._is_decided:
             self._step()
-            self.steps += 1
+            # A rank that skips a step does not come here where a GradScaler has found the reason.
+            self.steps += self.outcome is StepOutcome.TAKE
         else:
             self._measured_step()
         return loss

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ocomm.collectives.waiting import EQUALLY_MANY
 from ocomm.errors import InvalidRequestError
 
 
@@ -107,15 +108,20 @@ class DDPModule:
                 )
         if self._is_queued:
             return
-        self._is_queued = True
 
         def end() -> None:
             self._is_queued = False
             follow()
 
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        # When this runs DDP's own callback is there, too, and the one that is added then runs after it.
-        queue(lambda: queue(end))
+        try:
+            # When this runs DDP's own callback is there, too, and the one that is added then runs after it.
+            queue(lambda: queue(end))
+        except RuntimeError:  # outside a backward pass
+            raise InvalidRequestError(
+                f"DDP's join() calls the hook of {self._optimizer} for a rank without batches. {EQUALLY_MANY}"
+            ) from None
+        self._is_queued = True
 
 
 def _is_state(state: Any, optimizer: Any) -> bool:

@@ -228,7 +228,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 ) -> None:
     only(method)
 
-    def body(session: Session) -> tuple[list[str], list[float]]:
+    def body(session: Session) -> tuple[list[str], list[float], int]:
         rank = rank_of(session)
         run = Run(rank, fused=True)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
@@ -245,11 +245,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
             found.append(digest([p.detach().numpy() for p in run.parameters]))
             assert (found[-1] == before) == (step in (2, 7))
             scales.append(scaler.get_scale())
-        return found, scales
+        return found, scales, run.optimizer.steps
 
     first, second = run_ranks(2, body)
     assert first == second
     assert first[1] == [1024.0, *[512.0] * 5, *[256.0] * 3]
+    assert first[2] == 7
 
 
 @pytest.mark.parametrize("network", [FAST], indirect=True)

@@ -364,6 +364,9 @@ def test_ddp_keeps_its_gradients() -> None:
         optimizer = wrapped(parameters, free_gradients=True)
         with pytest.raises(InvalidRequestError, match="cannot release what DDP keeps in buckets of its own"):
             optimizer.left_by_ddp(parameters)
+        # As DDP's join() does for a rank that has no more batches.
+        with pytest.raises(InvalidRequestError, match=r"DDP's join.* All ranks must take equally many steps"):
+            wrapped(parameters_of(torch.float32)).left_by_ddp([])
 
     run_ranks(1, body)
 
