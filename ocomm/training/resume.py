@@ -198,66 +198,76 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
     except OcommError as found:
         error = found
         mine.why = str(found)
-    said = [
-        _Finding(**json.loads(text))
-        for text in gather(
-            driver.session,
-            driver.number,
-            f"{driver.name}.rank_state",
-            json.dumps({"how": mine.how, "run": mine.run, "ranks": mine.ranks, "why": mine.why}),
-        )
-    ]
-    ranks = driver.session.set_ranks[driver.number]
-    failed = [(rank, finding.why) for rank, finding in zip(ranks, said, strict=True) if finding.how == "failed"]
+    text = json.dumps({"how": mine.how, "run": mine.run, "ranks": mine.ranks, "why": mine.why})
+    texts = gather(driver.session, driver.number, f"{driver.name}.rank_state", text)
     if error is not None:
         raise error
-    if failed:
-        each = "; ".join(f"rank {rank}: {why}" for rank, why in failed)
-        raise CheckpointError(f"{driver.name}: no rank state was loaded on any rank. {each}")
-    runs: dict[str, list[int]] = {}
-    for rank, finding in zip(ranks, said, strict=True):
-        if finding.run:
-            runs.setdefault(finding.run, []).append(rank)
-    if len(runs) > 1:
-        raise MismatchError(
-            f"{driver.name}: the ranks have rank states of different runs: {by_rank(runs, 'have those of')}."
-        )
-    missing = {rank: finding.why for rank, finding in zip(ranks, said, strict=True) if finding.how == "reset"}
-    if missing:
-        whys: dict[str, list[int]] = {}
-        for rank, why in missing.items():
-            whys.setdefault(why, []).append(rank)
-        detail = by_rank(whys, "say that")
-        if driver.core.needs_rank_state:
-            raise CheckpointError(
-                f"{driver.name}: no rank state was loaded on any rank: {detail}. The state_dict is of a run with "
-                "shard_state, whose m and v are in the rank states of all its ranks and cannot begin at zero."
-            )
-        driver.core.reset_rank_state()
-        if driver.core.rank == 0:
-            _log.warning("%s: errors start at zero on all ranks: %s", driver.name, detail)
-        return {"rank_state": "reset", "why": detail}
+    ranks, core = driver.session.set_ranks[driver.number], driver.core
+    said = {rank: _Finding(**json.loads(each)) for rank, each in zip(ranks, texts, strict=True)}
+    how, why = _decide(driver.name, said, core.needs_rank_state)
+    speaks = core.rank == 0
+    if how == "reset":
+        core.reset_rank_state()
+        if speaks:
+            _log.warning("%s: errors start at zero on all ranks: %s", driver.name, why)
+        return {"rank_state": how, "why": why}
     assert mine.state is not None
-    driver.core.load_rank_state(mine.state)
-    how = "re-sharded" if any(finding.how == "re-sharded" for finding in said) else "loaded"
-    detail = ""
+    core.load_rank_state(mine.state)
     if how == "re-sharded":
-        detail = (
-            f"{mine.ranks} -> {driver.core.layout.ranks} ranks: server errors moved with their blocks, worker errors "
-            f"are the mean over the {mine.ranks} old ranks"
+        why = (
+            f"{mine.ranks} -> {core.layout.ranks} ranks: server errors moved with their blocks, worker errors are the "
+            f"mean over the {mine.ranks} old ranks"
         )
-        if driver.core.rank == 0:
-            _log.warning("%s: errors were redistributed: %s", driver.name, detail)
+        if speaks:
+            _log.warning("%s: errors were redistributed: %s", driver.name, why)
     if not mine.lost:
-        return {"rank_state": how, "why": detail}
-    if driver.core.rank == 0:
+        return {"rank_state": how, "why": why}
+    if speaks:
         _log.warning(
             "%s: the errors of rank(s) %s start at zero, which owned %.1f %% of all elements",
             driver.name,
             list(mine.lost),
             100 * mine.lost_share,
         )
-    return {"rank_state": how, "why": detail, "lost_ranks": list(mine.lost), "lost_owner_share": mine.lost_share}
+    return {"rank_state": how, "why": why, "lost_ranks": list(mine.lost), "lost_owner_share": mine.lost_share}
+
+
+def _decide(name: str, said: Mapping[int, _Finding], needs_rank_state: bool) -> tuple[str, str]:
+    """Returns what all ranks do, ``"loaded"``, ``"re-sharded"`` or ``"reset"``, and why they reset.
+
+    Args:
+        name: The optimizer's.
+        said: What each rank has found; none is of an error on this rank.
+        needs_rank_state: Whether a run cannot go on without the rank states.
+
+    Raises:
+        CheckpointError: A rank has found an error, or a state is missing that cannot be.
+        MismatchError: The ranks have states of different runs.
+    """
+    failed = {rank: finding.why for rank, finding in said.items() if finding.how == "failed"}
+    if failed:
+        each = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
+        raise CheckpointError(f"{name}: no rank state was loaded on any rank. {each}")
+    runs = _ranks_by({rank: finding.run for rank, finding in said.items() if finding.run})
+    if len(runs) > 1:
+        raise MismatchError(f"{name}: the ranks have rank states of different runs: {by_rank(runs, 'have those of')}.")
+    whys = _ranks_by({rank: finding.why for rank, finding in said.items() if finding.how == "reset"})
+    if not whys:
+        return "re-sharded" if any(finding.how == "re-sharded" for finding in said.values()) else "loaded", ""
+    why = by_rank(whys, "say that")
+    if needs_rank_state:
+        raise CheckpointError(
+            f"{name}: no rank state was loaded on any rank: {why}. The state_dict is of a run with shard_state, whose "
+            "m and v are in the rank states of all its ranks and cannot begin at zero."
+        )
+    return "reset", why
+
+
+def _ranks_by(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return found
 
 
 def _examine(driver: Resumable, source: Source) -> _Finding:
@@ -309,6 +319,14 @@ def _examine(driver: Resumable, source: Source) -> _Finding:
             f"{core.layout.block_size!r}): the errors have to be redistributed. Pass the states of all "
             f"{state['ranks']} ranks on every rank."
         )
+    return _reshard(driver, source, first, state, found)
+
+
+def _reshard(driver: Resumable, source: Source, first: int, state: State, found: _Finding) -> _Finding:
+    """Returns ``found`` with what this rank gets of the states of another number of ranks; ``state`` is rank
+    ``first``'s.
+    """
+    core = driver.core
     old = checkpoint.layout_of(state, core.layout, source.name(first))
     resharding = Resharding(old, core.layout, core.rank)
     lost = []

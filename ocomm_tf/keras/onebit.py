@@ -80,7 +80,8 @@ def DistributedOneBitAdam(
     """Wraps Adam for data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and
     direction.
 
-    Steps follow Torch's formula, which adds epsilon to sqrt(v_hat), and are collective.
+    Steps follow Torch's formula, which adds epsilon to sqrt(v_hat) and counts the steps of each variable, not those of
+    the optimizer. They are collective.
 
     Args:
         {arguments}
