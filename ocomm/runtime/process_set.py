@@ -463,25 +463,29 @@ class ProcessSet:
         self.progress += 1
         if self._aggregator is not None:
             self._aggregator.forget(response.names)
-        if response.kind == Kind.JOIN:
-            self._hear_of_join(response)
-            return
-        if response.kind == Kind.TUNE:
-            self._tune(Tuned.unpack(response.sizes[0]))
-            return
-        if response.kind == Kind.CLOSE:
-            number, is_empty = response.sizes[0]
-            transport = self._channels.pop(number).transport
-            if is_empty:
-                free(transport)
-            else:
-                self._kept.append(transport)
-            return
-        if response.kind == Kind.BRIDGE:
-            assert self.open_bridge is not None
-            self.opening_bridge = threading.Thread(target=self.open_bridge, name="ocomm-bridge", daemon=True)
-            self.opening_bridge.start()
-            return
+        match response.kind:
+            case Kind.JOIN:
+                self._hear_of_join(response)
+            case Kind.TUNE:
+                self._tune(Tuned.unpack(response.sizes[0]))
+            case Kind.CLOSE:
+                number, is_empty = response.sizes[0]
+                transport = self._channels.pop(number).transport
+                if is_empty:
+                    free(transport)
+                else:
+                    self._kept.append(transport)
+            case Kind.BRIDGE:
+                assert self.open_bridge is not None
+                self.opening_bridge = threading.Thread(target=self.open_bridge, name="ocomm-bridge", daemon=True)
+                self.opening_bridge.start()
+            case _:
+                self._begin(response, self._take_entries(response))
+
+    def _take_entries(self, response: Response) -> list[tuple[str, Handle]]:
+        """Returns the tensors of a response with their handles, which are no longer among those that wait. Where this
+        rank has joined, there are stand-ins.
+        """
         with self._lock:
             if self._closed is None and not response.fault:
                 for template in response.templates:
@@ -490,6 +494,10 @@ class ProcessSet:
             found = [(name, self._entries[name]) for name in response.names if name in self._entries]
             for name, _ in found:
                 del self._entries[name]
+        return found
+
+    def _begin(self, response: Response, found: Sequence[tuple[str, Handle]]) -> None:
+        """Begins what the ranks have agreed on: submits its plan, opens its channel, or ends it with its fault."""
         parts = _by_handle(found)
         for handle in parts:
             if handle.timeline is not None:
