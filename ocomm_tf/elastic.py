@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,6 +21,7 @@ from ocomm.elastic import ObjectState, Part, State
 from ocomm.errors import HorovodInternalError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import NO_STATE, Source, one_state
+from ocomm_tf.keras_optimizer import accumulators
 
 __all__ = ["KerasState", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -156,13 +158,43 @@ class TensorFlowKerasState(ObjectState):
         part.reports["optimizer"] = self._onebit.ocomm_load_rank_state(source)
 
     def sync(self) -> None:
-        """Replaces the values by the first rank's if the ranks differ, and saves. Collective."""
+        """Replaces the values by the first rank's if the ranks differ, and saves. Collective.
+
+        What only a rank has stays its own: accumulated gradients, and what a 1-bit optimizer keeps, unless the ranks'
+        optimizers differ in what they should have in common.
+        """
         mine = self.replicated()
-        if len(set(api.allgather_object(_digest(mine), "elastic.digest", self.process_set))) > 1:
-            self.load_replicated(self.from_first(mine))
-            if self._onebit is not None:
+        said = api.allgather_object((_digest(mine), self._common(mine)), "elastic.digest", self.process_set)
+        digests, common = map(set, zip(*said, strict=True))
+        if len(digests) > 1:
+            if self._onebit is None or len(common) == 1:
+                self._sync_around(mine)
+            else:
+                self.load_replicated(self.from_first(mine))
                 self._onebit.ocomm_load_rank_state(NO_STATE)
         self.save()
+
+    def _common(self, mine: dict[str, Any]) -> Any:
+        """Returns what must be equal on all ranks of a 1-bit optimizer; its variables need not be, between syncs."""
+        if self._onebit is None:
+            return None
+        rate = float(keras.ops.convert_to_numpy(self._onebit.learning_rate))
+        return mine["onebit"][1]["checksum"], int(self._onebit.iterations.numpy()), rate
+
+    def _sync_around(self, mine: dict[str, Any]) -> None:
+        """Replaces all values by the first rank's except for what only a rank has. Collective."""
+        onebit, local = self._onebit, None
+        if onebit is not None and (onebit.steps_alone or not onebit.compression_report().get("synced", True)):
+            local = onebit.ocomm_rank_state()  # with this rank's parameters
+        first = self.from_first({name: value for name, value in mine.items() if name != "onebit"})
+        own = {id(v) for v in accumulators(self.optimizer)}
+        for target in ("model", "optimizer"):
+            for variable, value in zip(getattr(self, target).variables, first[target], strict=True):
+                if id(variable) not in own:
+                    variable.assign(value)
+        super().load_replicated(first["values"])
+        if onebit is not None and local is not None:
+            onebit.ocomm_load_rank_state(one_state(local))
 
     def reset(self) -> None:
         """Connects 1-bit optimizers with the current ranks."""

@@ -231,6 +231,12 @@ def subclass_of(mixin: type, optimizer: Any) -> Any:
     return wrapped
 
 
+def accumulators(optimizer: Any) -> list[Any]:
+    """Returns the variables in which a Keras optimizer sums the gradients of several batches, each rank its own."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(inner, "_accumulated_gradients", None) or []
+
+
 def check_wrappable(optimizer: Any) -> None:
     """Raises InvalidRequestError if it is no Keras optimizer, or wrapped already, or if Keras has another backend."""
     if keras.backend.backend() not in ("tensorflow", "torch"):

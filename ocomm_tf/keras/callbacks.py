@@ -19,7 +19,7 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras_optimizer import Distributed
+from ocomm_tf.keras_optimizer import Distributed, accumulators
 
 
 class _Callback(keras.callbacks.Callback):
@@ -131,7 +131,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._done = True
         if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
             # Gradients that Keras has accumulated since the last step are each rank's own.
-            own = {id(v) for o in self.optimizers for v in _accumulators(o)}
+            own = {id(v) for o in self.optimizers for v in accumulators(o)}
             shared = [v for o in self.optimizers for v in o.variables if id(v) not in own]
             self._broadcast([*self.model.weights, *shared])
 
@@ -439,12 +439,6 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 def _passes(optimizer: Any) -> int:
     """Returns the number of batches in one step of the optimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
-
-
-def _accumulators(optimizer: Any) -> list[Any]:
-    """Returns the variables in which the optimizer sums the gradients of several batches."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return getattr(inner, "_accumulated_gradients", None) or []
 
 
 def _number(value: Any) -> float:

@@ -37,6 +37,7 @@ WAYS = {
     "1-bit Adam": lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.05), freeze_step=3),
     "0/1 Adam": lambda: hvd.DistributedZeroOneAdam(keras.optimizers.Adam(0.05)),
     "Lion": lambda: hvd.DistributedLion(keras.optimizers.Lion(0.01)),
+    "DiLoCo": lambda: hvd.DistributedDiLoCo(keras.optimizers.Adam(0.05), sync_every=3),
 }
 
 class Fails(keras.callbacks.Callback):
@@ -84,7 +85,9 @@ open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 
 
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
-@pytest.mark.parametrize("ways", [["1-bit Adam"], pytest.param(["dense", "0/1 Adam", "Lion"], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ways", [["1-bit Adam"], pytest.param(["dense", "0/1 Adam", "Lion", "DiLoCo"], marks=pytest.mark.long)]
+)
 def test_a_fit_that_fails_inside_a_graph_goes_on_and_ends_where_it_would_have(ways: list[str], tmp_path: Path) -> None:
     done = run_job(2, JOB, str(tmp_path / "result"), *ways, TF_CPP_MIN_LOG_LEVEL="2")
     assert done.returncode == 0, done.stderr
@@ -135,3 +138,70 @@ def test_ranks_that_hold_different_models_get_the_first_ones(monkeypatch: pytest
 
     first, second = run_ranks(2, body)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+OPTIMIZERS = {
+    "1-bit Adam": lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.01), freeze_step=2),
+    "0/1 Adam": lambda: hvd.DistributedZeroOneAdam(
+        keras.optimizers.Adam(0.01), local_step_start=4, local_step_doubling=4, local_step_clip=4
+    ),
+    "DiLoCo": lambda: hvd.DistributedDiLoCo(keras.optimizers.Adam(0.01), sync_every=4, bits=4),
+    "int8": lambda: hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), compression=hvd.Compression.int8),
+}
+
+
+def dense(units: int) -> Any:
+    """Returns a layer that is the same on all ranks."""
+    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed=units))
+
+
+def bits(value: Any) -> Any:
+    """Returns nested values with bytes in the place of arrays."""
+    if isinstance(value, dict):
+        return {key: bits(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(entry) for entry in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_state_that_is_synchronized_leaves_each_rank_what_is_its_own(kind: str) -> None:
+    def body(session: Session) -> Any:
+        model = keras.Sequential([keras.Input((4,)), dense(8), keras.layers.BatchNormalization(), dense(2)])
+        optimizer = OPTIMIZERS[kind]()
+        model.compile(optimizer, loss="mse", run_eagerly=True)
+        state = hvd.elastic.TensorFlowKerasState(model, epoch=hvd.rank())
+        random = np.random.default_rng(hvd.rank())
+        for step in range(20):
+            model.train_on_batch(random.normal(size=(10, 4)), random.normal(size=(10, 2)))
+            if step > 4 and not optimizer.compression_report().get("synced"):
+                break
+        weights, own = bits(model.get_weights()), bits(optimizer.ocomm_rank_state())
+        trained = bits([v.numpy() for v in model.trainable_variables])
+        state.sync()
+        assert bits(optimizer.ocomm_rank_state()) == own
+        assert bits([v.numpy() for v in model.trainable_variables]) == trained
+        assert state.epoch == 0  # the rest is the first rank's
+        statistics = bits([v.numpy() for v in model.non_trainable_variables])
+        return weights, own, trained, statistics
+
+    first, second = run_ranks(2, body)
+    assert first[0] != second[0] and first[1] != second[1] and first[3] == second[3]
+    assert (first[2] != second[2]) is (kind in ("0/1 Adam", "DiLoCo"))
+
+
+def test_gradients_that_keras_has_accumulated_stay_each_rank_s_own_when_a_state_is_synchronized() -> None:
+    def body(session: Session) -> Any:
+        model = keras.Sequential([keras.Input((4,)), dense(2)])
+        adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        model.compile(hvd.DistributedOptimizer(adam), loss="mse", run_eagerly=True)
+        state = hvd.elastic.TensorFlowKerasState(model)
+        random = np.random.default_rng(hvd.rank())
+        model.fit(random.normal(size=(30, 4)), random.normal(size=(30, 2)), batch_size=10, verbose=0)
+        before = bits([v.numpy() for v in model.optimizer._accumulated_gradients])
+        state.sync()
+        assert bits([v.numpy() for v in model.optimizer._accumulated_gradients]) == before
+        return before
+
+    first, second = run_ranks(2, body)
+    assert first != second
