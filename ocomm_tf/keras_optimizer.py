@@ -162,8 +162,12 @@ class _KeepsErrors(Distributed):
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
-        # Set without Keras, which would look for variables in it.
-        self.__dict__["_coded"] = self._averaging.coded(self._trainable_variables)
+        self.ocomm_begin_codes()
+
+    def ocomm_begin_codes(self: Any) -> None:
+        """Agrees on what is averaged, once the wrapped optimizer is built. Collective."""
+        shared = [v for v in self._trainable_variables if not self._averaging.is_local(v)]
+        self.__dict__["_coded"] = self._averaging.coded(shared)  # set without Keras, which would look for variables
 
     @report.documented
     def compression_report(self: Any) -> dict[str, Any]:
@@ -275,7 +279,8 @@ def DistributedOptimizer(
     """Makes a Keras optimizer step on gradients that are averaged over the ranks of ``process_set``.
 
     Gradients are averaged before they are clipped, and after Keras has accumulated them if
-    ``gradient_accumulation_steps`` is set. Steps are collective.
+    ``gradient_accumulation_steps`` is set. Steps are collective, and so is this call for an optimizer that is built if
+    ``compression`` keeps errors.
 
     Args:
         {arguments}
@@ -289,6 +294,23 @@ def DistributedOptimizer(
         InvalidRequestError: An argument cannot be right (a ValueError).
         MismatchError: At the first step: the ranks train different variables.
     """
+    averaging = Averaging(
+        name or "DistributedOptimizer",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups_of(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
+    return _wrap(optimizer, averaging, backward_passes_per_step, average_aggregated_gradients)
+
+
+def _wrap(
+    optimizer: Any, averaging: Averaging, backward_passes_per_step: int, average_aggregated_gradients: bool
+) -> Any:
+    """Returns ``optimizer`` as an object that averages its gradients by ``averaging``."""
     check_wrappable(optimizer)
     if backward_passes_per_step <= 0:
         raise InvalidRequestError("backward_passes_per_step must be > 0")
@@ -302,22 +324,15 @@ def DistributedOptimizer(
         accumulating.gradient_accumulation_steps = backward_passes_per_step
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, LossScaleOptimizer):
         optimizer = LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    averaging = Averaging(
-        name or "DistributedOptimizer",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups_of(groups, num_groups),
-        process_set,
-        scale_local_gradients,
-    )
     mixin: type = _AveragedLossScale if isinstance(optimizer, LossScaleOptimizer) else _Averaged
-    if averaging.codes is not None and process_set.included():
+    keeps_errors = averaging.codes is not None and averaging.process_set.included()
+    if keeps_errors:
         mixin = type(mixin.__name__, (_KeepsErrors, mixin), {})
     wrapped = subclass_of(mixin, optimizer)
     wrapped.__dict__["_averaging"] = averaging
     wrapped.__dict__["_summed_passes"] = 1 if average_aggregated_gradients else backward_passes_per_step
+    if keeps_errors and wrapped.built:  # as from a saved model
+        wrapped.ocomm_begin_codes()
     return wrapped
 
 
@@ -352,10 +367,16 @@ def PartialDistributedOptimizer(
         InvalidRequestError: An argument cannot be right (a ValueError).
         MismatchError: At the first step: the ranks train different variables.
     """
-    wrapped = DistributedOptimizer(
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-        backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set, scale_local_gradients,
-    )  # fmt: skip
+    averaging = Averaging(
+        name or "DistributedOptimizer",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups_of(groups, num_groups),
+        process_set,
+        scale_local_gradients,
+    )
     for variable in variables_of(local_layers):
-        wrapped.register_local_var(variable)
-    return wrapped
+        averaging.keep_local(variable)
+    return _wrap(optimizer, averaging, backward_passes_per_step, average_aggregated_gradients)

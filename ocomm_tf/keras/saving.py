@@ -32,7 +32,7 @@ def load_model(
         filepath: The saved model.
         custom_optimizers: Your own optimizer classes with which the model may have been trained.
         custom_objects: Other objects that Keras needs, by name.
-        compression: A class of ``Compression`` for its gradients.
+        compression: A class of ``Compression`` for its gradients. With ``int8`` and ``int4`` this call is collective.
         legacy_opts: Accepted as in Horovod, and ignored.
         process_set: The ranks that train together.
         wrap: Called with a new optimizer of the saved configuration, makes it distributed, as in

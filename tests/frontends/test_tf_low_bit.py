@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import ocomm_tf as hvd  # noqa: E402
+import ocomm_tf.keras as for_keras  # noqa: E402
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
@@ -244,3 +246,31 @@ def test_an_elastic_state_has_the_errors() -> None:
 
     first, second = run_ranks(2, body)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("way", ["loaded", "built", "partial"])
+def test_an_optimizer_that_is_built_before_it_is_wrapped_has_errors_and_a_report(way: str, tmp_path: Path) -> None:
+    def body(session: Session) -> None:
+        layers = [keras.layers.Dense(2, kernel_initializer="ones") for _ in range(2)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
+        adam = keras.optimizers.Adam(0.01)
+        if way == "loaded":
+            model.compile(adam, loss="mse")
+            adam.build(model.trainable_variables)
+            path = tmp_path / f"{hvd.rank()}.keras"
+            model.save(path)
+            model = for_keras.load_model(path, compression=hvd.Compression.int8)
+        else:
+            adam.build(model.trainable_variables)
+            more = {"local_layers": layers[0]} if way == "partial" else {}
+            wrap = for_keras.PartialDistributedOptimizer if more else for_keras.DistributedOptimizer
+            model.compile(wrap(adam, compression=hvd.Compression.int8, **more), loss="mse")
+        optimizer = model.optimizer
+        assert optimizer.compression_report()["step"] == 0
+        state = TensorFlowKerasState(model)
+        model.fit(np.ones((8, 3)), np.full((8, 2), hvd.rank()), batch_size=4, verbose=0)
+        assert optimizer.compression_report()["step"] == 2
+        state.commit()
+        assert len(optimizer.ocomm_rank_state()["tensors"]) == (2 if way == "partial" else 4)
+
+    run_ranks(2, body)
