@@ -206,21 +206,27 @@ class _KeepsErrors(Distributed):
         self._coded.reconnect(sessions.current(), keep)
 
 
-def refuse_loss_scaling_outside(agreeing: Any = ()) -> None:
+def refuse_loss_scaling_outside(agreeing: Any = (), instead: str = "") -> None:
     """Raises InvalidRequestError for a LossScaleOptimizer around a distributed optimizer, except for ``agreeing`` ones:
-    it would ask this rank alone whether gradients are finite.
+    it would ask this rank alone whether gradients are finite. Called by ``apply``. ``instead`` says what to do.
     """
     # A Keras optimizer is not told what is around it: only who calls ``apply`` shows it.
-    caller = sys._getframe(2).f_locals.get("self")
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "tensorflow.")):
+        frame = frame.f_back  # of the decorators of ``apply``
+    caller = frame.f_locals.get("self")
     if (
         isinstance(caller, LossScaleOptimizer)
         and not isinstance(caller, agreeing)
         and sessions.current().require_topology().size > 1
     ):
-        raise InvalidRequestError(
-            "a LossScaleOptimizer around a distributed optimizer lets every rank decide by itself whether to step. "
+        instead = instead or (
             "Wrap it the other way: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)); or set "
             "keras.config.set_dtype_policy('mixed_float16') before you call DistributedOptimizer."
+        )
+        raise InvalidRequestError(
+            "a LossScaleOptimizer around a distributed optimizer lets every rank decide by itself whether to step. "
+            + instead
         )
 
 

@@ -32,8 +32,8 @@ from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.compressed import documented
-from ocomm_tf.keras.driven import FLOATS, Driven, State, check_unused, refuse_loss_scaling
-from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, subclass_of
+from ocomm_tf.keras.driven import FLOATS, WITHOUT_LOSS_SCALE, Driven, State, check_unused, refuse_loss_scaling
+from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, refuse_loss_scaling_outside, subclass_of
 from ocomm_tf.order import wire_variables
 
 
@@ -188,6 +188,7 @@ class _DiLoCo(Driven):
         Gradients that are not finite change nothing but the number of the step. Collective at the first step and where
         a sync is due.
         """
+        refuse_loss_scaling_outside(instead=WITHOUT_LOSS_SCALE)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
             self.build(variables)

@@ -122,10 +122,14 @@ class Driven(Distributed):
             self.ocomm_load_rank_state(NO_STATE)
 
 
+#: What to do where there can be no loss scale.
+WITHOUT_LOSS_SCALE = "Train with the dtype policy mixed_bfloat16, which needs no loss scale."
+
+
 def refuse_loss_scaling(optimizer: Any, why: str) -> None:
     """Raises InvalidRequestError for a LossScaleOptimizer, or where Keras would need one. ``why`` is a sentence."""
     if isinstance(optimizer, LossScaleOptimizer) or keras.config.dtype_policy().name == "mixed_float16":
-        raise InvalidRequestError(f"{why} Train with the dtype policy mixed_bfloat16, which needs no loss scale.")
+        raise InvalidRequestError(f"{why} {WITHOUT_LOSS_SCALE}")
 
 
 def check_unused(optimizer: Any, is_used: bool) -> None:

@@ -739,12 +739,16 @@ class TestNeverAlone:
 
         run_ranks(2, body)
 
-    def test_loss_scaling_on_the_outside_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        ("wrap", "instead"),
+        [(hvd.DistributedOptimizer, "Wrap it the other way"), (hvd.DistributedDiLoCo, "mixed_bfloat16")],
+    )
+    def test_loss_scaling_on_the_outside_is_refused(self, wrap: Any, instead: str) -> None:
         def body(session: Session) -> None:
             model = make_model()
-            optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            optimizer = keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(0.1)))
             gradients = [tf.ones(v.shape) for v in model.trainable_variables]
-            with pytest.raises(InvalidRequestError, match=r"Wrap it the other way"):
+            with pytest.raises(InvalidRequestError, match=instead):
                 optimizer.apply(gradients, model.trainable_variables)
 
         run_ranks(2, body)

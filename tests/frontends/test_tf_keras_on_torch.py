@@ -23,6 +23,7 @@ import sys
 import keras, numpy as np, torch
 from sklearn.datasets import load_digits
 import ocomm_tf.keras as hvd
+from ocomm.errors import InvalidRequestError
 from tests.worlds import run_ranks
 
 torch.set_num_threads(1)
@@ -74,6 +75,20 @@ def options(session):
 
 # float16 has not the last digit of the second gradient.
 assert run_ranks(2, options) == [([-0.5, -0.5], [0.0, 0.0])] * 2
+
+def loss_scale_outside(session):
+    refused = []
+    for name in ("dense", "1-bit Adam", "DiLoCo"):
+        optimizer = of.LossScaleOptimizer(ways[name]())
+        variable = keras.Variable(np.ones(2), dtype="float32")
+        optimizer.build([variable])
+        try:
+            optimizer.apply([torch.ones(2)], [variable])
+        except InvalidRequestError as error:
+            refused += [name] * ("LossScaleOptimizer" in str(error))
+    return refused
+
+assert run_ranks(2, loss_scale_outside) == [["dense", "1-bit Adam", "DiLoCo"]] * 2
 """
 
 
