@@ -32,7 +32,15 @@ from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.compressed import documented
-from ocomm_tf.keras.driven import FLOATS, WITHOUT_LOSS_SCALE, Driven, State, check_unused, refuse_loss_scaling
+from ocomm_tf.keras.driven import (
+    FLOATS,
+    WITHOUT_LOSS_SCALE,
+    Driven,
+    State,
+    check_unused,
+    refuse_averages,
+    refuse_loss_scaling,
+)
 from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, refuse_loss_scaling_outside, subclass_of
 from ocomm_tf.order import wire_variables
 
@@ -412,6 +420,7 @@ def DistributedDiLoCo(
             f"{optimizer.gradient_accumulation_steps}: with DistributedDiLoCo every batch is a step. Leave it out, and "
             "multiply sync_every by it, or take larger batches."
         )
+    refuse_averages(optimizer, "DistributedDiLoCo", "Leave it out; the anchors are equal on all ranks.")
     floats = [v for v in buffers or () if keras.backend.standardize_dtype(v.dtype) in FLOATS]
     wrapped = subclass_of(_DiLoCo, optimizer)
     wrapped.__dict__["_setup"] = (process_set, floats, *chosen)

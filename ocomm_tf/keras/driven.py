@@ -132,6 +132,17 @@ def refuse_loss_scaling(optimizer: Any, why: str) -> None:
         raise InvalidRequestError(f"{why} {WITHOUT_LOSS_SCALE}")
 
 
+def refuse_averages(optimizer: Any, wrapper: str, instead: str) -> None:
+    """Raises InvalidRequestError if Keras would average variables that differ between ranks. ``instead`` says what to
+    do.
+    """
+    if getattr(optimizer, "use_ema", False):
+        raise InvalidRequestError(
+            f"the {type(optimizer).__name__} has use_ema=True: with {wrapper} each rank would average variables of its "
+            "own, and Keras makes these averages the model at the end of fit, another one on each rank. " + instead
+        )
+
+
 def check_unused(optimizer: Any, is_used: bool) -> None:
     """Raises InvalidRequestError if ``optimizer`` has variables already (``is_used``)."""
     if is_used:

@@ -10,8 +10,8 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
 from ocomm.training.common import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
-from ocomm_tf.keras.driven import refuse_loss_scaling
+from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, inner_of, require_adam, wrap
+from ocomm_tf.keras.driven import refuse_averages, refuse_loss_scaling
 
 
 class _ZeroOneAdam(CompressedAdam):
@@ -71,6 +71,12 @@ def DistributedZeroOneAdam(
     """
     require_adam(optimizer, "DistributedZeroOneAdam")
     chosen = ZeroOneAdamOptions.of(locals()), Common.of(locals())
+    if chosen[0].local_step_clip != 1:
+        refuse_averages(
+            inner_of(optimizer),
+            "DistributedZeroOneAdam",
+            "Leave it out, or pass local_step_clip=1, with which every step is a sync.",
+        )
     if vote == "sync":
         refuse_loss_scaling(
             optimizer,

@@ -51,6 +51,32 @@ def test_an_optimizer_that_is_distributed_is_not_wrapped_again(wrapper: Any) -> 
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("wrapper", [hvd.DistributedZeroOneAdam, hvd.DistributedDiLoCo])
+def test_averages_of_variables_that_differ_between_ranks_are_refused(wrapper: Any) -> None:
+    def body(session: Session) -> None:
+        with pytest.raises(InvalidRequestError, match=r"the Adam has use_ema=True.*Leave it out"):
+            wrapper(keras.optimizers.Adam(use_ema=True))
+
+    run_ranks(2, body)
+
+
+def test_averages_of_variables_are_equal_where_every_step_of_0_1_adam_is_a_sync() -> None:
+    def body(session: Session) -> list[float]:
+        adam = keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+        variable = keras.Variable([1.0, 2.0, 3.0])
+        optimizer = hvd.DistributedZeroOneAdam(adam, [variable], local_step_clip=1)
+        for step in range(1, 6):
+            optimizer.apply([tf.constant([1.0, -1.0, 0.5]) * step * (1 + hvd.rank())])
+        before: list[float] = variable.numpy().tolist()
+        optimizer.finalize_variable_values([variable])
+        average: list[float] = variable.numpy().tolist()
+        assert average != before
+        return average
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 def test_eager_calls_without_a_name_that_come_in_two_orders_are_refused() -> None:
     one, other = tf.fill(3, 1.0), tf.fill(3, 2.0)
 
