@@ -8,7 +8,8 @@ the next sync (docs/decisions/0015-local-steps-that-send-nothing.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ocomm.agreement import LOOKED_AT
@@ -70,6 +71,8 @@ class DiLoCoDriver(Driver):
         frontend: The frontend that holds them.
         options: The options of DiLoCo.
         common: The options that every optimizer has.
+        constraints: By parameter, what maps a new anchor to one that the framework lets the parameter have, with the
+            same result on all ranks.
 
     Raises:
         MismatchError: A tensor or option differs between the ranks; the message names the first one.
@@ -87,8 +90,9 @@ class DiLoCoDriver(Driver):
         frontend: LocalFrontend,
         options: DiLoCoOptions,
         common: Common,
+        constraints: Mapping[int, Callable[[Floats], Floats]] = MappingProxyType({}),
     ) -> None:
-        self._chosen, self._buffers = options, buffers
+        self._chosen, self._buffers, self._constraints = options, buffers, constraints
         super().__init__(session, number, specs, frontend, DiLoCo, options, common, {"buffers": buffers})
         self.core.divide(buffers)
         self._fresh = {}  # ``forget`` needs no copy of the anchors
@@ -250,6 +254,8 @@ class DiLoCoDriver(Driver):
         except BaseException:
             self._return_to_anchors()
             raise
+        for tensor in self._constraints.keys() & set(core.traveling):  # the outer optimizer steps beyond them
+            core.set_anchor(tensor, self._constraints[tensor](core.anchor[core.flat_span(tensor)]))
         for tensor in core.traveling:
             self.frontend.write(tensor, core.mixed(tensor, self.frontend.read(tensor)))
         core.under_way = None

@@ -7,6 +7,7 @@ that begin or end a sync, and in the first, whose variables are the first anchor
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -42,7 +43,7 @@ from ocomm_tf.keras.driven import (
     refuse_loss_scaling,
 )
 from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, refuse_loss_scaling_outside, subclass_of
-from ocomm_tf.order import wire_variables
+from ocomm_tf.order import WireVariable, wire_variables
 
 
 class LocalVariables:
@@ -76,7 +77,12 @@ class LocalVariables:
         self.runtime = session.runtime
         specs: list[TensorSpec] = [entry.spec for entry in self._entries]
         number, buffers = self.process_set.number(session), len(self._buffers)
-        self.driver = DiLoCoDriver(session, number, specs, buffers, self, self._options, self._common)
+        constraints = {
+            index: functools.partial(_constrained, self._entries[index], variable.constraint)
+            for index, variable in enumerate(self._owner._trainable_variables)
+            if variable.constraint is not None
+        }
+        self.driver = DiLoCoDriver(session, number, specs, buffers, self, self._options, self._common, constraints)
 
     @property
     def _owner(self) -> Any:
@@ -158,6 +164,12 @@ class LocalVariables:
             if variable is not self._owner.iterations:
                 variable.assign(np.zeros_like(now) if first is None else first)
         return True
+
+
+def _constrained(entry: WireVariable, constraint: Any, values: Floats) -> Floats:
+    """Returns flat values of a variable as its constraint leaves them."""
+    found = keras.ops.convert_to_numpy(constraint(keras.ops.convert_to_tensor(entry.from_wire(values))))
+    return entry.to_wire(np.asarray(found, np.float32))
 
 
 def _numbers(config: Any) -> tuple[float, ...]:

@@ -38,8 +38,11 @@ def adam() -> Any:
     return keras.optimizers.AdamW(0.0625, weight_decay=0.01)
 
 
-def made(values: list[np.ndarray]) -> list[Any]:
-    return [keras.Variable(value, name=f"v{number}") for number, value in enumerate(values)]
+def made(values: list[np.ndarray], constraint: Any = None) -> list[Any]:
+    variables = [keras.Variable(value, name=f"v{number}") for number, value in enumerate(values)]
+    for variable in variables:
+        variable.constraint = constraint
+    return variables
 
 
 def tensors(step: int, rank: int) -> list[Any]:
@@ -49,9 +52,9 @@ def tensors(step: int, rank: int) -> list[Any]:
 class Run:
     """Variables on one rank with their optimizer."""
 
-    def __init__(self, rank: int, **options: Any) -> None:
+    def __init__(self, rank: int, constraint: Any = None, **options: Any) -> None:
         self.rank = rank
-        self.variables = made(initial())
+        self.variables = made(initial(), constraint)
         self.optimizer = hvd.DistributedDiLoCo(adam(), self.variables, **options)
         self._apply: Callable[..., Any] = self.optimizer.apply
 
@@ -80,9 +83,16 @@ class Run:
         return found
 
 
-def simulated(ranks: int, sync_every: int, fragments: int = 1, **options: Any) -> list[list[str]]:
-    law = oracle.DiLoCo(initial(), ranks, FRAGMENTS[fragments], sync_every=sync_every, **options)
-    models = [made(initial()) for _ in range(ranks)]
+def simulated(
+    ranks: int, sync_every: int, fragments: int = 1, constraint: Any = None, **options: Any
+) -> list[list[str]]:
+    def constrained(values: np.ndarray) -> np.ndarray:
+        return values if constraint is None else np.asarray(constraint(keras.ops.convert_to_tensor(values)))
+
+    law = oracle.DiLoCo(
+        initial(), ranks, FRAGMENTS[fragments], sync_every=sync_every, constrained=constrained, **options
+    )
+    models = [made(initial(), constraint) for _ in range(ranks)]
     optimizers = [adam() for _ in range(ranks)]
     found: list[list[str]] = [[] for _ in range(ranks)]
     for optimizer, model in zip(optimizers, models, strict=True):
@@ -119,6 +129,25 @@ def test_it_equals_the_simulation_after_each_step(form: str, ranks: int, in_grap
         return run.train(1, STEPS)
 
     assert run_ranks(ranks, body) == simulated(ranks, **FORMS[form])
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_anchors_keep_to_the_constraints_of_variables(form: str, in_graph: bool) -> None:
+    constraint, outer_lr = keras.constraints.MaxNorm(0.5), 1.5  # so that a sync steps beyond it
+
+    def body(session: Session) -> list[str]:
+        run = Run(hvd.rank(), constraint, outer_lr=outer_lr, **FORMS[form])
+        if in_graph:
+            run.in_graph()
+        found = run.train(1, STEPS)
+        run.optimizer.finish()
+        for values in run.variables:
+            norms = np.sqrt(np.sum(np.square(values.numpy()), axis=0))
+            assert (norms < 0.501).all()
+        return found
+
+    assert run_ranks(2, body) == simulated(2, constraint=constraint, lr=outer_lr, **FORMS[form])
 
 
 def test_between_syncs_nothing_is_sent() -> None:

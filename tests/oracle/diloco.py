@@ -55,6 +55,7 @@ class DiLoCo:
         block_size: Elements of a block.
         nodes: Ranks per node; a node's changes are added up, weighted by nodes / ranks. None: every rank is a node.
         rounded: Rounds to the parameters' type.
+        constrained: Maps an anchor, in a tensor's shape, to the values that the tensor may have.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class DiLoCo:
         block_size: int = 4096,
         nodes: Sequence[int] | None = None,
         rounded: Callable[[Array], Array] = lambda x: x,
+        constrained: Callable[[Array], Array] = lambda x: x,
     ) -> None:
         self.ranks, self.fragments = ranks, fragments
         self.period, self.delay = sync_every // len(fragments), delay
         self.lr, self.mu, self.mix, self.bits = F(lr), F(momentum), mix, bits
         self.nodes = [1] * ranks if nodes is None else list(nodes)
-        self.rounded = rounded
+        self.rounded, self.constrained = rounded, constrained
+        self.shapes = [np.shape(p) for p in params]
         self.taken = 0
         self.anchors = [np.array(p, F).reshape(-1) for p in params]
         self.momenta = [np.zeros(a.size, F) for a in self.anchors]
@@ -112,7 +115,8 @@ class DiLoCo:
             mean = self.average(tensor, local)
             self.momenta[tensor] = self.momenta[tensor] * self.mu + mean
             move = (self.mu * self.momenta[tensor] + mean) * self.lr
-            anchor = self.anchors[tensor] = self.anchors[tensor] - move
+            anchor = self.constrained((self.anchors[tensor] - move).reshape(self.shapes[tensor])).reshape(-1)
+            self.anchors[tensor] = anchor
             for theta in self.thetas:
                 kept = F(1 - self.mix) * anchor + F(self.mix) * theta[tensor] if self.mix else anchor.copy()
                 theta[tensor] = self.rounded(kept)
