@@ -621,6 +621,13 @@ MUTATIONS = [
         "self._constraints.keys() & set(core.buffers)",
         "frontends/test_tf_diloco.py",
     ),
+    Mutation(
+        "launch: the children of a discovery script that hangs are not killed",
+        "ocomm/launch/supervise.py",
+        "start_new_session=True,  # so that it can be ended",
+        "# so that it can be ended",
+        "unit/test_supervisor.py",
+    ),
 ]
 # fmt: on
 

@@ -104,6 +104,8 @@ class Supervisor:
             with Server(self._listens_at(), self._key) as server:
                 return self._run(server)
         finally:
+            if self._discovery is not None:
+                self._discovery.close()
             if self._view is not None:
                 with contextlib.suppress(OSError, ValueError):
                     self._view.close()
@@ -120,17 +122,16 @@ class Supervisor:
     def _run(self, server: Server) -> int:
         code, said = 1, ""
         while not self._asked_to_end:
-            if self._discovery is not None and not self._discovery.has_looked:
-                time.sleep(_POLL_S)
-                continue
+            has_looked = self._discovery is None or self._discovery.has_looked
             self._look_around()
             step = self.generations.next(time.monotonic())
             if isinstance(step, End):
+                why = step.why.rstrip(".") + ("" if has_looked else "; --host-discovery-script has not ended yet")
                 if self.is_elastic:
-                    _say(f"the job ends: {step.why.rstrip('.')}.{self._where_commits_are()}")
+                    _say(f"the job ends: {why}.{self._where_commits_are()}")
                 return code or 1
             if isinstance(step, Wait):
-                if step.why != said:
+                if step.why != said and has_looked:
                     said = step.why
                     _say(f"waiting: {step.why}")
                 time.sleep(_POLL_S)
@@ -347,7 +348,7 @@ class _Job:
                     offspring = _offspring(self._process.pid)
                     self._process.terminate()
                 if now_s >= self._end_s + _KILL_S:
-                    self._kill()
+                    _kill_group(self._process.pid)
             elif now_s - looked_s >= _DISCOVERY_S:
                 looked_s = now_s
                 if not self._told and supervisor.wants_others():
@@ -358,7 +359,7 @@ class _Job:
         self._listen(server)
         supervisor.generations.committed(self.commit)
         # Ends processes that the launcher has left on this machine: an ssh to a lost host keeps our output open.
-        self._kill()
+        _kill_group(self._process.pid)
         for pid, started in offspring.items():
             if _start_of(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -370,10 +371,6 @@ class _Job:
         if code == 0 and (self._reported or self._vanished):
             return 1  # Open MPI's launcher ends with this status if it has lost a host
         return code if code >= 0 else 128 - code
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _tell(self, lines: Sequence[AuthenticatedSocket] | Mapping[AuthenticatedSocket, int]) -> None:
         for line in list(lines):
@@ -455,33 +452,64 @@ class Discovery:
         self._found: tuple[Host, ...] | None = None
         self._trouble = ""
         self.has_looked = False
-        threading.Thread(target=self._look, name="ocomm-discovery", daemon=True).start()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # no script starts once _closing is set
+        self._running: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._look, name="ocomm-discovery", daemon=True)
+        self._thread.start()
 
     def hosts(self) -> tuple[Host, ...] | None:
         """Returns the hosts that the script has printed last; None before that."""
         return self._found
 
+    def close(self) -> None:
+        """Ends the script, if it runs, and everything that it has started. It is not run again."""
+        self._closing.set()
+        with self._lock:
+            if self._running is not None:
+                _kill_group(self._running.pid)
+        self._thread.join(_KILL_S)
+
     def _look(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
-                done = subprocess.run(
-                    self._script,
-                    shell=True,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=_DISCOVERY_TIMEOUT_S,
-                )
-                if done.returncode:
-                    raise LaunchError(f"it ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
-                self._found = parse_discovered(done.stdout, self._slots)
+                self._found = parse_discovered(self._output(), self._slots)
                 self._trouble = ""
-            except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
-                if str(error) != self._trouble:  # the hosts stay what they were
+            except Exception as error:  # the hosts stay what they were, and the script may succeed the next time
+                if str(error) != self._trouble and not self._closing.is_set():
                     self._trouble = str(error)
                     _say(f"--host-discovery-script {self._script}: {error}")
-            self.has_looked = True
-            time.sleep(_DISCOVERY_S)
+            finally:
+                self.has_looked = True
+            self._closing.wait(_DISCOVERY_S)
+
+    def _output(self) -> str:
+        """Runs the script, and returns what it prints. Raises LaunchError if it fails, or has no end in time."""
+        with self._lock:
+            if self._closing.is_set():
+                return ""
+            self._running = subprocess.Popen(
+                self._script,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",  # a name with such a character is refused
+                start_new_session=True,  # so that it can be ended with its children, which hold its output open
+            )
+        with self._running as script:
+            try:
+                output, words = script.communicate(timeout=_DISCOVERY_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                _kill_group(script.pid)
+                raise LaunchError(f"it has not ended in {_DISCOVERY_TIMEOUT_S:.0f} s, and was killed") from None
+            finally:
+                with self._lock:
+                    self._running = None
+        if script.returncode:
+            raise LaunchError(f"it ended with status {script.returncode}: {words.strip()[-200:]}")
+        return output
 
 
 _SIGNAL = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
@@ -524,6 +552,12 @@ def _offspring(ancestor: int) -> dict[int, str]:
             found[child] = _start_of(child)
             left.append(child)
     return found
+
+
+def _kill_group(pid: int) -> None:
+    """Kills the process ``pid``, which began a session of its own, and all of its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _say(text: str) -> None:

@@ -6,14 +6,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch.generations import Start
+from ocomm.launch import supervise
+from ocomm.launch.command import LaunchRequest
+from ocomm.launch.flavour import Flavour, Launcher
+from ocomm.launch.generations import Limits, Start
 from ocomm.launch.hosts import Host
 from ocomm.launch.server import Server
-from ocomm.launch.supervise import _Job
+from ocomm.launch.supervise import Discovery, Supervisor, _Job
 from ocomm.runtime import supervisor_client
 
 
@@ -49,3 +54,71 @@ def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_
     (failure,) = job.failures(lambda names: {})
     assert str(failure).startswith("rank 0 on a cannot be heard any more: the length of message 1 is not what")
     assert job.commit == 0
+
+
+def until(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20.0
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
+
+
+def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
+    discovery = Discovery(r"printf 'h\303:2\n'", None)
+    try:
+        assert until(lambda: discovery.has_looked)
+        assert discovery.hosts() is None and discovery._thread.is_alive()
+    finally:
+        discovery.close()
+    assert "the output: 'h\ufffd:2' is not a host" in capsys.readouterr().err
+
+
+def script_with_a_child(folder: Path) -> str:
+    """A script that waits for a child, and writes the child's number into a file."""
+    return f"sleep 60 & echo $! > {folder}/number; mv {folder}/number {folder}/child; wait"
+
+
+def has_ended(pid: int) -> bool:
+    fields = supervise._stat(pid)
+    return not fields or fields[0] == "Z"  # where nobody waits for orphans
+
+
+def test_a_script_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "_DISCOVERY_TIMEOUT_S", 1.0)
+    discovery = Discovery(script_with_a_child(tmp_path), None)
+    try:
+        assert until(lambda: discovery.has_looked and (tmp_path / "child").exists())
+        child = int((tmp_path / "child").read_text())
+        assert until(lambda: has_ended(child))
+    finally:
+        discovery.close()
+    assert "it has not ended in 1 s, and was killed" in capsys.readouterr().err
+
+
+def test_a_script_ends_with_ocommrun(tmp_path: Path) -> None:
+    discovery = Discovery(script_with_a_child(tmp_path), None)
+    try:
+        assert until((tmp_path / "child").exists)
+    finally:
+        discovery.close()
+    child = int((tmp_path / "child").read_text())
+    assert until(lambda: has_ended(child)) and not discovery._thread.is_alive()
+
+
+def test_patience_ends_while_the_script_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "_DISCOVERY_TIMEOUT_S", 5.0)
+    launcher = Launcher(Flavour.OPEN_MPI_5, "mpirun", "5")
+    limits = Limits(2, 1, patience_s=0.2, discovers=True)
+    supervisor = Supervisor(LaunchRequest(2, ("true",)), launcher, limits, lambda names: [], script="exec sleep 60")
+    with Server("127.0.0.1", b"key") as server:
+        assert supervisor._run(server) == 1
+    assert supervisor._discovery is not None
+    supervisor._discovery.close()
+    assert capsys.readouterr().err == (
+        "ocommrun: the job ends: 0 slots are left, and at least 1 are needed; --host-discovery-script has not ended"
+        " yet.\n"
+    )
