@@ -113,7 +113,7 @@ class Session:
         self.rejoining: weakref.WeakSet[Rejoins] = weakref.WeakSet()
         #: Id of the process that has started the session, which alone may communicate; 0 before ``start``.
         self.pid = 0
-        self._starts = 0  # number of starts with a timeline that the settings ask for
+        self._starts = 0
         #: Staging memory for plans of dense collectives.
         self.scratch = Scratch(0)
         self._next_set = 1
@@ -184,7 +184,7 @@ class Session:
         topology = topology_of(control.rank, hosts)
         native = settings.engine == "native" and (abi is not None or control.size == 1)
         with confirmed(control, settings.start_timeout_s):
-            tuner = _tuner(settings) if settings.autotune and control.rank == 0 else None
+            tuner = _tuner(settings, self._starts + 1) if settings.autotune and control.rank == 0 else None
             self._pool = _kernel_threads(settings)
             self.kernels = _kernels(settings, self._pool)
             if native:
@@ -217,8 +217,8 @@ class Session:
                 runtime.add(member)
         self._next_set = len(sets) + 1
         self.pid = os.getpid()
+        self._starts += 1
         if settings.timeline:
-            self._starts += 1
             self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
         runtime.exporter = open_exporter(
             self.topology,
@@ -437,10 +437,11 @@ class Session:
         self._end_timeline()
 
     def _write_timeline(self, path: str, mark_cycles: bool, start: int = 1) -> None:
-        assert self.topology is not None
+        assert self.topology is not None and self.settings is not None
         rank = self.topology.rank
         label = f"rank {rank} on {self.topology.hosts[rank]}"
-        self._record_into(Timeline(path_of(path, rank, start), rank, label, mark_cycles))
+        file = path_of(path, rank, start, self.settings.elastic_generation)
+        self._record_into(Timeline(file, rank, label, mark_cycles))
 
     def _end_timeline(self) -> None:
         timeline = self.timeline
@@ -635,9 +636,9 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {clause(error)}"
 
 
-def _tuner(settings: Settings) -> Tuner:
-    """Makes the tuner of ``settings.autotune``. Raises SettingsError if its package is missing or its log cannot be
-    written.
+def _tuner(settings: Settings, number: int) -> Tuner:
+    """Makes the tuner of ``settings.autotune`` for this process's start ``number``. Raises SettingsError if its package
+    is missing or its log cannot be written.
     """
     start, names = Tuned.of(settings), settings.autotune
     autotune = Autotune(
@@ -647,8 +648,9 @@ def _tuner(settings: Settings) -> Tuner:
         settings.autotune_steps_per_sample,
         settings.autotune_max_points,
     )
+    log = settings.autotune_log and str(path_of(settings.autotune_log, 0, number, settings.elastic_generation))
     try:
-        return Tuner(autotune, BayesianSearch(names, settings.autotune_noise), names, settings.autotune_log)
+        return Tuner(autotune, BayesianSearch(names, settings.autotune_noise), names, log)
     except OSError as error:
         raise SettingsError(
             f"OCOMM_AUTOTUNE_LOG={settings.autotune_log!r} cannot be written: {clause(error)}."

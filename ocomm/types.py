@@ -306,7 +306,7 @@ class Settings:
     metrics_port: str = ""  # where rank 0 answers GET /metrics, PORT on loopback or ADDRESS:PORT; "": nowhere
     watch: bool = False  # rank 0 tells the supervisor what all ranks count
     elastic_folder: str = ""  # where commits of elastic states are kept on each host; "": in memory only
-    elastic_generation: int = 0  # number of times that an elastic job was started before
+    elastic_generation: int = 0  # number of this generation, from 1; 0: nobody supervises the job
     elastic_supervisor: tuple[str, ...] = ()  # addresses HOST:PORT of the supervisor, which are tried in turn
 
     autotune: tuple[str, ...] = ()  # the settings that are tuned while the job runs

@@ -31,13 +31,14 @@ _BATCH = 10_000
 _Event = tuple[str, str, str, int, int, Mapping[str, Any] | None]
 
 
-def path_of(path: str, rank: int, start: int = 1) -> Path:
+def path_of(path: str, rank: int, start: int = 1, generation: int = 1) -> Path:
     """Returns the file of a rank: ``path`` itself for rank 0, ``trace.3.json`` for rank 3 and ``trace.json``.
 
-    A job that is joined again in the same process writes into ``trace.start2.json``, ``trace.start2.3.json``.
+    A job that is joined again in the same process writes into ``trace.start2.json``, ``trace.start2.3.json``; the
+    second generation of an elastic job into ``trace.generation2.json``, ``trace.generation2.3.json``.
     """
     whole = Path(path)
-    again = "" if start == 1 else f".start{start}"
+    again = (f".generation{generation}" if generation > 1 else "") + (f".start{start}" if start > 1 else "")
     return whole.with_name(f"{whole.stem}{again}{f'.{rank}' if rank else ''}{whole.suffix}")
 
 
@@ -181,7 +182,20 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def merge(into: str | Path, files: Iterable[str | Path]) -> int:
-    """Writes the events of several ranks' files into one trace, and returns their number."""
-    rows = [json.dumps(event) for file in files for event in read(file)]
+    """Writes the events of several ranks' files into one trace, and returns their number.
+
+    A rank may have several files, of several starts, in which the same tensor has another number.
+    """
+    rows = []
+    numbers: dict[tuple[int, str], int] = {}
+    for file in files:
+        renumbered: dict[int, int] = {}
+        for event in read(file):
+            match event:
+                case {"name": "thread_name", "pid": int(rank), "tid": int(number), "args": {"name": str(track)}}:
+                    renumbered[number] = numbers.setdefault((rank, track), len(numbers) + 1)
+            if isinstance(tid := event.get("tid"), int):
+                event["tid"] = renumbered.get(tid, tid)
+            rows.append(json.dumps(event))
     Path(into).write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
     return len(rows)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.telemetry.__main__ import main
-from ocomm.telemetry.timeline import Timeline, path_of, read
+from ocomm.telemetry.timeline import Timeline, merge, path_of, read
 
 
 def test_every_rank_has_a_file_beside_rank_zeros() -> None:
@@ -24,6 +24,9 @@ def test_every_rank_has_a_file_beside_rank_zeros() -> None:
     assert path_of("trace", 1) == Path("trace.1")
     assert path_of("/t/trace.json", 0, 2) == Path("/t/trace.start2.json")
     assert path_of("/t/trace.json", 3, 2) == Path("/t/trace.start2.3.json")
+    assert path_of("/t/trace.json", 0, 1, 1) == Path("/t/trace.json")
+    assert path_of("/t/trace.json", 0, 1, 2) == Path("/t/trace.generation2.json")
+    assert path_of("/t/trace.json", 3, 2, 3) == Path("/t/trace.generation3.start2.3.json")
 
 
 def test_events_of_many_threads_are_in_the_file_and_it_is_json(tmp_path: Path) -> None:
@@ -86,6 +89,20 @@ def test_files_are_merged_and_one_that_was_cut_off_counts_up_to_its_last_line(
     assert main([str(tmp_path / "all.json"), str(tmp_path / "none.json")]) == 1
     assert capsys.readouterr().err == f"ocomm.telemetry: {tmp_path / 'none.json'}: No such file or directory\n"
     assert main([]) == 2
+
+
+def test_a_tensor_has_one_row_in_a_trace_of_several_files_of_a_rank(tmp_path: Path) -> None:
+    files = [tmp_path / f"{k}.json" for k in range(2)]
+    for file, tracks in zip(files, ["xy", "yx"], strict=True):
+        timeline = Timeline(file, 0, "rank 0")
+        for track in tracks:
+            timeline.mark(track, f"on {track}")
+        timeline.close()
+    merge(tmp_path / "all.json", files)
+    events = read(tmp_path / "all.json")
+    tracks_of = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(tracks_of.values()) == ["x", "y"]
+    assert all(e["name"] == f"on {tracks_of[e['tid']]}" for e in events if e["ph"] == "X")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.request import Kind, Response
 from ocomm.session import Session
 from ocomm.types import Settings
-from tests.worlds import PATIENT, run_ranks
+from tests.worlds import MPI_SIZE, PATIENT, run_ranks
 
 POINTS = 5
 
@@ -75,6 +75,14 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
     last = settings[0][-1][1]
     assert (last.cycle_time_ms, last.segment_nbytes) == pytest.approx((best[0], best[2]))
     assert len(settings[0]) > 2
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
+def test_a_generation_leaves_the_log_of_the_one_that_failed(tmp_path: Path) -> None:
+    for generation in (1, 2):
+        settings = replace(tuned_settings(tmp_path / "log.csv"), elastic_generation=generation)
+        run_ranks(1, lambda session: None, settings=settings)
+    assert {file.name for file in tmp_path.iterdir()} == {"log.csv", "log.generation2.csv"}
 
 
 def test_a_log_that_cannot_be_written_is_an_error_before_the_job_starts(tmp_path: Path) -> None:

@@ -169,6 +169,25 @@ def test_a_setting_records_from_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
+def test_a_generation_leaves_the_files_of_the_one_that_failed(tmp_path: Path) -> None:
+    def body(session: Session) -> None:
+        ocomm.allreduce(np.ones(1), name=f"x{session.settings.elastic_generation}")
+        ocomm.start_timeline(str(tmp_path / "asked.json"))
+
+    for generation in range(1, 3):
+        run_ranks(2, body, Settings(timeline=str(tmp_path / "t.json"), elastic_generation=generation))
+    found = {file.name for file in tmp_path.iterdir()}
+    assert found == {
+        f"{name}{generation}{rank}.json"
+        for name in ("t", "asked")
+        for generation in ("", ".generation2")
+        for rank in ("", ".1")
+    }
+    assert "allreduce.x1" in rows(read(tmp_path / "t.1.json"))
+    assert "allreduce.x2" in rows(read(tmp_path / "t.generation2.1.json"))
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="about one process")
 def test_a_disk_that_is_full_does_not_hurt_training(caplog: pytest.LogCaptureFixture) -> None:
     def body(session: Session) -> None:
         ocomm.start_timeline("/dev/full")
