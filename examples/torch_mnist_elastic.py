@@ -90,7 +90,11 @@ if __name__ == "__main__":
     test_images, test_labels = images[1400:], labels[1400:]
     dataset = torch.utils.data.TensorDataset(images[:1400], labels[:1400])
     sampler = hvd.elastic.ElasticSampler(dataset, seed=args.seed)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
+    # Each iteration over the loader draws a seed. From Torch's own generator a restart within an epoch would draw one
+    # more, and the masks of dropout would be others than in a run that was not interrupted.
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=args.batch_size, sampler=sampler, generator=torch.Generator()
+    )
 
     model = Net()
     optimizer = hvd.DistributedOptimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -196,6 +197,17 @@ def test_a_horovod_script_of_keras_learns_with_one_line_changed(tmp_path):
     assert float(re.findall(r"test loss .*, accuracy (\d+\.\d+) %", output)[0]) > 50
     assert float(re.findall(r"(\d+\.\d) times fewer bytes", output)[0]) > 3
     assert saved.exists()
+
+
+def test_loaders_of_elastic_examples_draw_no_seeds_from_the_generator_that_dropout_uses():
+    loaders = [
+        node
+        for example in (ROOT / "examples").glob("*elastic*.py")
+        for node in ast.walk(ast.parse(example.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("DataLoader")
+    ]
+    assert loaders
+    assert all("generator" in [keyword.arg for keyword in loader.keywords] for loader in loaders)
 
 
 @pytest.mark.long  # two generations import Torch; frontends/test_torch_elastic.py and cluster/test_elastic.py have it

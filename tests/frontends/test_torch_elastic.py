@@ -294,6 +294,42 @@ def there_and_back(value: Any) -> tuple[Any, bytes]:
 DTYPES = "float32 float64 bfloat16 float16 int8 uint8 int64 bool complex64 float8_e4m3fn"
 
 
+@pytest.mark.skipif(MPI_SIZE > 0, reason="one rank")
+def test_masks_of_dropout_stay_after_a_failure_within_an_epoch_if_the_loader_has_a_generator() -> None:
+    def body(session: Session, fails: bool) -> list[float]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+        dataset = torch.utils.data.TensorDataset(torch.randn(12, 3))
+        sampler = hvd.elastic.ElasticSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, 2, sampler=sampler, generator=torch.Generator())
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+        fail_at = [9] if fails else []
+
+        @hvd.elastic.run
+        def loop(state: Any) -> None:
+            for state.epoch in range(state.epoch, 3):  # noqa: B020
+                for number, (inputs,) in enumerate(loader):
+                    optimizer.zero_grad()
+                    model(inputs).square().sum().backward()
+                    optimizer.step()
+                    sampler.record_batch(number, 2)
+                    state.batch += 1
+                    if [state.batch] == fail_at:
+                        fail_at.clear()
+                        raise hvd.HorovodInternalError("on purpose")
+                    if state.batch % 4 == 0:
+                        state.commit()
+                sampler.set_epoch(state.epoch + 1)
+
+        loop(state)
+        assert not fail_at
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    whole, again = (run_ranks(1, lambda session, fails=fails: body(session, fails)) for fails in (False, True))
+    assert whole == again
+
+
 @pytest.mark.parametrize("dtype", DTYPES.split())
 def test_tensors_are_written_without_pickle_and_come_back_in_every_bit(
     dtype: str, monkeypatch: pytest.MonkeyPatch
