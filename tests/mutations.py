@@ -628,6 +628,13 @@ MUTATIONS = [
         "# so that it can be ended",
         "unit/test_supervisor.py",
     ),
+    Mutation(
+        "optim: headers of gradients without the learning rate",
+        "ocomm/optim/buckets.py",
+        "flow.segment_headers.begin(step + 1, attempt, hyper, 0, lr)",
+        "flow.segment_headers.begin(step + 1, attempt, hyper, 0)",
+        "frontends/test_torch_ef_sgd.py",
+    ),
 ]
 # fmt: on
 

@@ -77,8 +77,11 @@ class SegmentHeader:
         return [rank for rank, message in enumerate(self.received) if int(read_header(message)["flags"]) & flag]
 
     def learning_rates(self) -> dict[int, float]:
-        """Returns the learning rate that each rank wrote into its vote."""
-        return {rank: float(read_header(message)["lr"]) for rank, message in enumerate(self.received)}
+        """Returns the learning rates that ranks have written, as far as they are known: a rank that reports a
+        difference may have copied the header of another.
+        """
+        rows = [read_header(message) for message in self.received]
+        return {rank: float(row["lr"]) for rank, row in enumerate(rows) if row["magic"] == MAGIC}
 
     def squares(self) -> list[float]:
         """Returns the sum of squares that each rank wrote into its vote, in rank order. Raises MismatchError if one is
@@ -157,12 +160,12 @@ class SegmentHeaders(list[SegmentHeader]):
         #: The presence bits that were heard in all of them.
         self.heard: Bytes = heard
         self._node_flags = node_flags
-        self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement")]
+        self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement", "lr")]
         self._headers, self._passed_on = headers.view(np.uint8), passed_on.view(np.uint8)
 
-    def begin(self, step: int, attempt: int, hyper: int, announcement: int) -> None:
+    def begin(self, step: int, attempt: int, hyper: int, announcement: int, lr: float = 0.0) -> None:
         """Writes what changes from step to step, and forgets what was heard."""
-        for column, value in zip(self._columns, (step, attempt, hyper, announcement), strict=True):
+        for column, value in zip(self._columns, (step, attempt, hyper, announcement, lr), strict=True):
             column.fill(value)
         self._passed_on[:] = self._headers
         self.heard.fill(0)

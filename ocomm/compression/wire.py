@@ -24,9 +24,8 @@ HEADER = np.dtype(
         # In a vote: checksum of this rank's own gradients, 0 for none. In a DISAGREEMENT: a rank.
         ("gradients", np.uint32),
         ("replica", np.uint64),  # in a vote: checksum of the parameters that this step compares
-        # In a vote: the learning rate of the step, and the sum of squares of this rank's gradients.
-        ("lr", np.float64),
-        ("squares", np.float64),
+        ("lr", np.float64),  # the learning rate of the first group, for messages
+        ("squares", np.float64),  # in a vote: the sum of squares of this rank's gradients
     ],
     align=True,
 )

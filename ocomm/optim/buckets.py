@@ -81,10 +81,11 @@ class Buckets:
         self._nbytes = np.zeros(0, np.int64)
         self._sums = np.zeros(0, np.uint64)
 
-    def begin(self, step: int, attempt: int, hyper: int, early: bool) -> None:
+    def begin(self, step: int, attempt: int, hyper: int, lr: float, early: bool) -> None:
         """Opens an attempt of step ``step``, counted from 0, of which nothing is posted.
 
-        ``early``: buckets may be posted before ``step()``. ``hyper`` is a hash of what compression depends on.
+        ``early``: buckets may be posted before ``step()``. ``hyper`` is a hash of what compression depends on; ``lr``
+        is shown in messages.
         Everything that can be prepared is prepared here for all buckets at once, because when a bucket is posted the
         caches hold what backward needs.
         """
@@ -101,7 +102,7 @@ class Buckets:
                 self._arrange()
         for flow in flows.flows:
             flow.ticket = None
-            flow.segment_headers.begin(step + 1, attempt, hyper, 0)
+            flow.segment_headers.begin(step + 1, attempt, hyper, 0, lr)
             if early:
                 flow.prepare()
         all_expected = all(self._expected)

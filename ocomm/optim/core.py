@@ -104,6 +104,8 @@ class Core(abc.ABC):
     )
     #: What is said if the ranks' settings differ.
     hyper_text = "lr, betas, eps or weight decay differ between ranks"
+    #: What is said besides if learning rates differ.
+    rate_advice = ""
     #: Number of the frontend's steps from one exchange to the next.
     steps_per_exchange = 1
     #: Whether steps with dense tensors may follow one without. If not, the buffers for them are freed then.

@@ -16,11 +16,12 @@ def disagreement(
     ranks: Sequence[int],
     tensors: Sequence[str],
     settings: str,
+    rate_advice: str = "",
 ) -> MismatchError:
     """Returns the error for headers of a segment that differ in step ``step`` of the optimizer ``name``.
 
     ``ranks`` are the channel's ranks as world ranks, ``tensors`` the names of the segment's tensors. ``settings``
-    says that what the hash of settings is of differs.
+    says that what the hash of settings is of differs, ``rate_advice`` is said besides if learning rates do.
     """
     differences = segment_header.differences()
     if not differences or max(differences[0][1]) >= len(ranks):
@@ -40,11 +41,16 @@ def disagreement(
             f"{name}: the ranks are not at the same step: {said}. Call step() equally often everywhere."
         )
     if what == "hyper":
-        rates = {ranks[rank]: f" (lr {lr:g})" for rank, lr in segment_header.learning_rates().items()}
-        said = "; ".join(f"rank(s) {who}{rates.get(who[0], '')}" for who in by_value.values())
+        rates = {ranks[rank]: lr for rank, lr in segment_header.learning_rates().items()}
+        known = {rates[who[0]] for who in by_value.values() if who[0] in rates}
+        digits = "g" if len({f"{lr:g}" for lr in known}) == len(known) else ""  # "" has all that differ
+        texts = {rank: f" (lr {lr:{digits}})" for rank, lr in rates.items()}
+        said = "; ".join(f"rank(s) {who}{texts.get(who[0], '')}" for who in by_value.values())
+        is_equal = len(known) == 1 and all(who[0] in rates for who in by_value.values())
+        other = " This lr is equal, so betas, eps, weight decay or the lr of a later group differ." if is_equal else ""
         return MismatchError(
-            f"{name}: {settings} in step {step}: {said}. "
-            "Give all ranks the same optimizer settings and the same schedule."
+            f"{name}: {settings} in step {step}: {said}.{other} "
+            f"Give all ranks the same optimizer settings and the same schedule.{'' if is_equal else rate_advice}"
         )
     said = "; ".join(f"rank(s) {who}: {value:#x}" for value, who in by_value.items())
     return MismatchError(f"{name}: mismatched {what} in the exchange of {list(tensors[:3])}: {said}.")

@@ -145,10 +145,10 @@ class Stepper:
 
     # Before step()
 
-    def begin(self, hyper: int, early: bool = True) -> None:
+    def begin(self, hyper: int, lr: float, early: bool = True) -> None:
         """Opens the next step. ``hyper`` is a hash of what gradients are compressed with: betas and coupled decay.
 
-        ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
+        ``lr`` is shown in messages. ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
         """
         if self._dead is not None:  # without a call, because this is on the way to the first hook of each step
             self.require_alive()
@@ -157,7 +157,7 @@ class Stepper:
         self.objections = 0
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = self.wire.announcement[0] = 0
-        self.buckets.begin(self.step, 0, hyper, early and self.overlapping)
+        self.buckets.begin(self.step, 0, hyper, lr, early and self.overlapping)
 
     def require_alive(self) -> None:
         """Raises the error of an earlier step, after which there can be no other."""
@@ -256,7 +256,7 @@ class Stepper:
         """
         started = time.perf_counter()
         if not self.begun:
-            self.begin(hyper)
+            self.begin(hyper, lr)
         if hyper != self._hyper:
             self.object(Flag.CHANGED)
         try:
@@ -268,7 +268,7 @@ class Stepper:
                     heard, lost = heard | _SKIP, self._vote.ranks_with(Flag.CHANGED | Flag.UNPOSTED)
                 else:
                     again()
-                    said, heard = self._exchange_again(heard, hyper, finish, norm_of)
+                    said, heard = self._exchange_again(heard, hyper, lr, finish, norm_of)
             self.idle_ranks = self._vote.ranks_with(Flag.IDLE) if heard & Flag.IDLE else []
             self._hear()
             if not heard & _OVER and (heard & _AVERAGE or not all(flow.is_finite() for flow in self.flows.flows)):
@@ -293,13 +293,14 @@ class Stepper:
         return self._conclude(heard, sent, exposed_s, changed_at)
 
     def _exchange_again(
-        self, heard: int, hyper: int, finish: Callable[[int], Statement], norm_of: NormOf
+        self, heard: int, hyper: int, lr: float, finish: Callable[[int], Statement], norm_of: NormOf
     ) -> tuple[Statement, int]:
         """Exchanges the step once more, without overlap, and votes on it.
 
         Args:
             heard: The flags of the first vote, which say why.
             hyper: Hash of what gradients are compressed with.
+            lr: The learning rate, for messages.
             finish: ``finish(attempt)`` posts what is left, and returns what this rank says.
             norm_of: As in ``exchange``.
 
@@ -307,7 +308,7 @@ class Stepper:
             What this rank said, and the flags of all ranks.
         """
         had_overlap = self.overlap
-        self._start_again(hyper)
+        self._start_again(hyper, lr)
         said = finish(1)
         settled = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
         assert not settled & _AGAIN or settled & _OVER, "a gradient changed while step() was running"
@@ -415,14 +416,14 @@ class Stepper:
         bits = np.packbits((self.buckets.addresses != 0) | self.core.waiting(), bitorder="little")
         self._vote.presence[: bits.size] = bits
 
-    def _start_again(self, hyper: int) -> None:
+    def _start_again(self, hyper: int, lr: float) -> None:
         """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
         self.overlap = self.overlapping = False
         self.traffic.redone_steps += 1
         self.objections &= int(Flag.IDLE)
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = 0
-        self.buckets.begin(self.step, 1, hyper, False)
+        self.buckets.begin(self.step, 1, hyper, lr, False)
 
     def _say_why(self, heard: int) -> None:
         """Warns that nothing overlaps any more, and why. ``heard``: the flags of the first attempt."""

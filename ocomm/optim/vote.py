@@ -132,8 +132,8 @@ class Vote:
         wire, core = self._wire, self._core
         held = self._held = self._vote if flows is not None else self._early_round
         header = held.segment_header.header
-        held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement)
-        header["lr"], header["flags"], header["replica"] = said.lr, said.flags, said.replica
+        held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement, said.lr)
+        header["flags"], header["replica"] = said.flags, said.replica
         header["gradients"] = said.gradients
         for flow in flows or ():
             if isinstance(flow, NodeFlow):
@@ -181,7 +181,8 @@ class Vote:
             names = [tensors[tensor].name for tensor in part.tensors_of(segment)]
             # Headers of a flow are about this step alone.
             settings = self._core.hyper_text if isinstance(part, Round) else Core.hyper_text
-            return disagreement(self._wire.name, step, part.segment_headers[segment], self._wire.ranks, names, settings)
+            header, advice = part.segment_headers[segment], self._core.rate_advice
+            return disagreement(self._wire.name, step, header, self._wire.ranks, names, settings, advice)
 
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
 

@@ -143,6 +143,11 @@ class Driver:
         self.number = number
         self.common = common
         self.core: Core = core_class(layout, ranks.index(topology.rank), kernels, options)
+        if self.is_mixed:
+            self.core.rate_advice = (
+                " Schedules of Keras round to float32 where those of Torch do not: compute the lr in Python on both "
+                "sides, in a callback such as LearningRateScheduler and in LambdaLR."
+            )
         #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
         self.options = {**common.agreed(), **options.agreed(), **(told or {}), **self.arrange_core(frontend)}
         #: True if averages, when they are clipped, are clipped by a norm of which each rank has a part.
@@ -362,7 +367,8 @@ class Driver:
             hyper = self.compress_hyper(groups)
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups, hyper)
-            self.stepper.begin(_hyper_digest(hyper), early=not self._needs_norm_round and not self._at_start)
+            early = not self._needs_norm_round and not self._at_start
+            self.stepper.begin(_hyper_digest(hyper), groups[0].lr, early)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed

@@ -237,6 +237,26 @@ def test_what_cannot_be_wrapped_is_named() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("lr", r"rank\(s\) \[0\] \(lr 0.1\); rank\(s\) \[1\] \(lr 0.2\)\. Give"),
+        ("weight_decay", r"rank\(s\) \[0\] \(lr 0.1\); rank\(s\) \[1\] \(lr 0.1\)\. This lr is equal, so betas"),
+    ],
+)
+def test_rates_are_in_the_headers_of_gradients(setting: str, said: str) -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        plain = torch.optim.SGD([parameter], 0.1, momentum=0.9)
+        plain.param_groups[0][setting] = 0.1 * (1 + rank_of(session))
+        optimizer = DistributedEFSGD(plain)
+        parameter.grad = torch.ones(4)
+        with pytest.raises(MismatchError, match=said):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
 def test_a_momentum_that_differs_between_ranks_is_told() -> None:
     def body(session: Session) -> None:
         with pytest.raises(MismatchError):
