@@ -614,6 +614,16 @@ def test_a_channel_is_closed_between_its_plans_and_refuses_later_ones(kind: str)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_a_channel_that_was_abandoned_is_closed_as_a_failed_one_at_once(kind: str) -> None:
+    fabric = Fabric(1)
+    engine: Engine = NativeEngine() if kind == "native" else PythonEngine(CpuKernels(), fabric.arrivals[0])
+    channel = engine.open_channel(fabric.endpoint(0), 1)
+    channel.abandon()
+    assert channel.close() == -1  # before the engine has run
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_more_segments_than_the_window_pass_in_order(kind: str) -> None:
     with world_of(kind, 2) as world:
         source, target = np.arange(50, dtype=np.uint8), np.zeros(50, np.uint8)
