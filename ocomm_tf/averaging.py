@@ -246,6 +246,7 @@ class Averaging:
                 [dense[position] for position in group],
                 f"{prefix}.{names[group[0]]}",
                 mpi_ops.StartAllreduce(self._op, *self._scales, self.process_set, len(group) > 1),
+                self.process_set,
             )
             for group in groups
         ]

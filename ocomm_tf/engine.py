@@ -11,6 +11,7 @@ If the extension cannot be loaded, ``problem()`` says why, and ``mpi_ops`` uses 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import threading
@@ -336,7 +337,9 @@ def _create(kind: str, call: Call, tensors: Sequence[tf.Tensor], extra: list[tf.
         "nbytes": value(list=value.ListValue(i=[dtype.itemsize * math.prod(shape) for dtype, shape in call.static])),
     }
     graph = tf.compat.v1.get_default_graph()
-    with tf.device("CPU:0"):  # TensorFlow moves tensors of other devices
+    # Without a name of its own a call has that of the operation, which must not have scopes: Keras numbers them.
+    place = contextlib.nullcontext() if call.name else graph.name_scope(None)
+    with place, tf.device("CPU:0"):  # TensorFlow moves tensors of other devices
         operation = graph.create_op(
             kind,
             [*tensors, *extra],

@@ -8,7 +8,7 @@ Horovod and ignored: tensors stay on their devices, and a ``name`` is used as it
 The collectives share these arguments:
 
 - ``name`` tells which calls of different ranks belong together. Eager calls without a name are matched by their order,
-  calls in a graph by their place in it.
+  calls in a graph by their place in it: by the name of what they take, without numbers, and then by their order.
 - ``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; ``average`` is Horovod's
   older way to choose between the first two. An average of integers is rounded towards zero.
 - ``process_set`` names the ranks that take part; all of them must make the call. The default is all ranks of the job.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,6 +119,7 @@ class Exchange:
     tensors: Sequence[tf.Tensor]
     name: str | None
     start: Start
+    process_set: ProcessSet
 
 
 @public
@@ -128,7 +130,7 @@ def run(exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
         return _wait_for(session, TENSORFLOW, [(e.start, e.tensors, e.name) for e in exchanges])
     if _without_engine():
         return _run_in_python(session, exchanges)
-    return [engine.exchange(_call(session, e), e.tensors, _label(e.kind, e.tensors)) for e in exchanges]
+    return [engine.exchange(_call(session, e), e.tensors, _label(e.kind, e.tensors, e.process_set)) for e in exchanges]
 
 
 @public
@@ -222,9 +224,16 @@ def _call(session: Session, exchange: Exchange) -> engine.Call:
     return call
 
 
-def _label(kind: str, tensors: Sequence[tf.Tensor]) -> str:
-    """Returns the name of an operation without a name, in the graph and on the wire."""
-    return f"{kind}_{tensors[0].op.name.replace('/', '_')}" if tensors else kind
+def _label(kind: str, tensors: Sequence[tf.Tensor], process_set: ProcessSet) -> str:
+    """Returns the name of an operation without a name, in the graph and on the wire, where the graph makes it unique.
+
+    It has the name of the input, which keeps calls apart if ranks build their graphs in another order, but without
+    numbers, because Keras numbers by process, and the number of the process set, because other ranks do not count its
+    calls.
+    """
+    number = process_set.number(sessions.current())
+    source = re.sub(r"_\d+(?=_|/|$)", "", tensors[0].op.name).replace("/", "_") if tensors else ""
+    return "_".join([kind, *([f"set{number}"] if number else []), *([source] if source else [])])
 
 
 def name_in_graph(name: str) -> str:
@@ -268,7 +277,8 @@ def _warn_slow(problem: str) -> None:
 def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list[tf.Tensor]]:
     """Runs all exchanges in one ``tf.numpy_function``, because TensorFlow would run several one after the other."""
     graph = tf.compat.v1.get_default_graph()
-    names = [e.name or graph.unique_name(_label(e.kind, e.tensors)) for e in exchanges]
+    with graph.name_scope(None):
+        names = [e.name or graph.unique_name(_label(e.kind, e.tensors, e.process_set)) for e in exchanges]
     tensors = [tensor for e in exchanges for tensor in e.tensors]
     counts = [len(e.tensors) for e in exchanges]
     ends = np.cumsum(counts).tolist()
@@ -289,7 +299,12 @@ def _run_in_python(session: Session, exchanges: Sequence[Exchange]) -> list[list
 
 @public
 def _gather(
-    kind: str, tensors: Sequence[tf.Tensor], name: str | None, start: Start, splits: Any = None
+    kind: str,
+    tensors: Sequence[tf.Tensor],
+    name: str | None,
+    start: Start,
+    process_set: ProcessSet,
+    splits: Any = None,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Returns the results of a collective that may change the first dimension, and the rows of every rank for each of
     them.
@@ -307,9 +322,11 @@ def _gather(
             given = start if splits is None else functools.partial(start, splits=engine.splits_of(works))
             return given(session, engine.TENSORS, works, name).then(lambda pairs: [rows for _, rows in pairs])
 
-        outputs, table = engine.gather(engine.Call(begin, name), tensors, splits, _label(kind, tensors))
+        outputs, table = engine.gather(engine.Call(begin, name), tensors, splits, _label(kind, tensors, process_set))
         return outputs, tf.unstack(table, len(tensors))
-    wire_name = name or tf.compat.v1.get_default_graph().unique_name(_label(kind, tensors))
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None):
+        wire_name = name or graph.unique_name(_label(kind, tensors, process_set))
 
     def body(*arrays: np.ndarray) -> list[np.ndarray]:
         given = start
@@ -399,7 +416,7 @@ def _allreduce(
     kind = "grouped_allreduce" if grouped else "allreduce"
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
-        return run_compressed([Exchange(kind, inputs, name, start)], compression)[0], None
+        return run_compressed([Exchange(kind, inputs, name, start, process_set)], compression)[0], None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
         return _allreduce(grads, None, op, prescale, postscale, process_set, grouped, compression)
@@ -526,7 +543,7 @@ def _allgather(
         return operation if grouped else operation.then(lambda pair: [pair])
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return _gather("grouped_allgather" if grouped else "allgather", inputs, name, start)
+        return _gather("grouped_allgather" if grouped else "allgather", inputs, name, start, process_set)
 
     def backward(grads: Sequence[tf.Tensor], rows: list[tf.Tensor]) -> list[tf.Tensor]:
         reduced = _allreduce(grads, None, Average, 1.0, 1.0, process_set, grouped)
@@ -600,7 +617,7 @@ def broadcast(
     start = start_broadcast(root_rank, process_set)
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
-        return run([Exchange("broadcast", inputs, name, start)])[0], None
+        return run([Exchange("broadcast", inputs, name, start, process_set)])[0], None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
         (reduced,) = _allreduce(grads, None, Average, 1.0, 1.0, process_set, False)
@@ -627,10 +644,11 @@ def broadcast_(
     returned values have been fetched.
     """
     start = start_broadcast(root_rank, process_set)
+    names = [None if name is None else f"{name}.{position}" for position in range(len(variables))]
     results = run(
         [
-            Exchange("broadcast", [tf.convert_to_tensor(v)], None if name is None else f"{name}.{position}", start)
-            for position, v in enumerate(variables)
+            Exchange("broadcast", [tf.convert_to_tensor(v)], own, start, process_set)
+            for v, own in zip(variables, names, strict=True)
         ]
     )
     values = []
@@ -677,7 +695,7 @@ def alltoall(
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
         parts = None if splits is None else tf.convert_to_tensor(splits)
-        outputs, rows = _gather("alltoall", inputs, name, start, parts)
+        outputs, rows = _gather("alltoall", inputs, name, start, process_set, parts)
         counted.extend(rows)
         return outputs, (rows[0], tf.shape(inputs[0])[:1])
 
@@ -714,7 +732,7 @@ def _reducescatter(
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], None]:
         pairs = [compression.compress(tensor) for tensor in inputs]
-        parts = _gather(kind, [tensor for tensor, _ in pairs], name, start)[0]
+        parts = _gather(kind, [tensor for tensor, _ in pairs], name, start, process_set)[0]
         plain = [compression.decompress(part, context) for part, (_, context) in zip(parts, pairs, strict=True)]
         overflow = has_overflowed(compression, parts, inputs)
         if overflow is None:
@@ -722,10 +740,10 @@ def _reducescatter(
         # Each rank sees only its own part, so all must agree.
         ask = StartAllreduce(Max, 1.0, 1.0, process_set, False)
         asked = None if name is None else f"{name}.overflow"
-        ((answer,),) = run([Exchange("allreduce", [tf.cast(overflow, tf.int32)], asked, ask)])
+        ((answer,),) = run([Exchange("allreduce", [tf.cast(overflow, tf.int32)], asked, ask, process_set)])
 
         def repeat() -> list[tf.Tensor]:
-            return _gather(kind, inputs, _again(name, parts), start)[0]
+            return _gather(kind, inputs, _again(name, parts), start, process_set)[0]
 
         if tf.executing_eagerly():
             return repeat() if int(answer) else plain, None

@@ -635,6 +635,13 @@ MUTATIONS = [
         "flow.segment_headers.begin(step + 1, attempt, hyper, 0)",
         "frontends/test_torch_ef_sgd.py",
     ),
+    Mutation(
+        "names in a graph have the scopes of Keras",
+        "ocomm_tf/engine.py",
+        "contextlib.nullcontext() if call.name else graph.name_scope(None)",
+        "contextlib.nullcontext()",
+        "frontends/test_tf_ops.py",
+    ),
 ]
 # fmt: on
 

@@ -15,12 +15,14 @@ import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
 
 import numpy as np  # noqa: E402
 
 import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm.types import Settings  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
 from ocomm_tf.errors import public  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
@@ -278,6 +280,53 @@ class TestErrors:
         assert ffi.string(message) == b"this TensorFlow calls asynchronous kernels in another way"
         assert lib.ocomm_tf_register(b"libtensorflow_framework.so.1", message, 256) == -1
         assert ffi.string(message) == b"libtensorflow_framework.so.1 is not loaded"
+
+
+@pytest.mark.parametrize("way", [tf.function, in_python], ids=["graph", "numpy_function"])
+class TestNamesInGraphs:
+    """Calls without a name in graphs of ranks that are not the same in everything."""
+
+    def test_models_that_keras_numbers_by_process(self, way: Any) -> None:
+        def model() -> Any:
+            inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, kernel_initializer="ones")])
+            return keras.Sequential([keras.Input((3,)), inner, Averaged()])
+
+        class Averaged(keras.layers.Layer):  # type: ignore[misc, name-defined]
+            def call(self, x: Any) -> Any:
+                return hvd.allreduce(x)
+
+        def body(session: Session) -> list[float]:
+            if hvd.rank() == 0:
+                model()
+            mine = model()
+
+            @way
+            def step(x: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    y = mine(x) + hvd.allreduce(mine(x)) + hvd.allgather(mine(x))[:1] + hvd.alltoall(mine(2.0 * x))[:1]
+                return y, tape.gradient(y, mine.trainable_variables)[0]
+
+            y, gradient = step(tf.ones([2, 3]) * (1.0 + hvd.rank()))
+            return [*y[0].numpy().tolist(), float(gradient[0][0])]
+
+        first, second = run_ranks(2, body, Settings(stall_check_s=5.0, stall_shutdown_s=10.0))
+        assert first[:2] == second[:2]
+
+    def test_a_set_of_some_ranks_does_not_shift_the_names_of_the_others(self, way: Any) -> None:
+        def body(session: Session) -> list[float]:
+            alone = hvd.add_process_set([0])
+
+            @way
+            def step(x: Any) -> Any:
+                parts = [x * 0.5, x * 0.25]
+                if hvd.rank() == 0:
+                    hvd.allreduce(parts[1], process_set=alone)
+                return [hvd.allreduce(part) for part in parts]
+
+            return [float(y[0]) for y in step(tf.ones([1]) * 8.0)]
+
+        settings = Settings(stall_check_s=5.0, stall_shutdown_s=10.0)
+        assert run_ranks(2, body, settings) == [[4.0, 2.0]] * 2
 
 
 class TestGraphs:
