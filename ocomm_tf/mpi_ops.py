@@ -373,7 +373,14 @@ def _differentiable(
 
 
 def _tensors(values: Iterable[Any]) -> list[tf.Tensor]:
-    return [tf.convert_to_tensor(value) for value in values]
+    return [_tensor(value) for value in values]
+
+
+def _tensor(value: Any) -> tf.Tensor:
+    for kind, instead in ((tf.RaggedTensor, "to_tensor() or its flat_values"), (tf.SparseTensor, "tf.sparse.to_dense")):
+        if isinstance(value, kind):
+            raise InvalidRequestError(f"a collective takes dense tensors, not a tf.{kind.__name__}; pass {instead}.")
+    return tf.convert_to_tensor(value)
 
 
 # allreduce

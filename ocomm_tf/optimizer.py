@@ -53,6 +53,40 @@ class _DistributedGradientTape(tf.GradientTape):
         averaged = self._averaging(flat, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(gradients, averaged, expand_composites=False)
 
+    @public
+    def jacobian(
+        self,
+        target: Any,
+        sources: Any,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Any:
+        """Returns the averages of ``tf.GradientTape.jacobian``; needs ``experimental_use_pfor=False``."""
+        self._refuse_pfor("jacobian", experimental_use_pfor)
+        return super().jacobian(target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+
+    @public
+    def batch_jacobian(
+        self,
+        target: Any,
+        source: Any,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Any:
+        """Returns the averages of ``tf.GradientTape.batch_jacobian``; needs ``experimental_use_pfor=False``."""
+        self._refuse_pfor("batch_jacobian", experimental_use_pfor)
+        return super().batch_jacobian(target, source, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+
+    def _refuse_pfor(self, method: str, is_used: bool) -> None:
+        if is_used and not self._averaging.is_alone:
+            raise InvalidRequestError(
+                f"{method}() of a DistributedGradientTape would average in a vectorized loop, where collectives cannot "
+                f"be. Pass experimental_use_pfor=False, with a persistent tape; or call {method}() of the plain "
+                "tf.GradientTape, and hvd.allreduce its result."
+            )
+
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:

@@ -77,6 +77,43 @@ def test_averages_of_variables_are_equal_where_every_step_of_0_1_adam_is_a_sync(
     assert first == second
 
 
+@pytest.mark.parametrize("way", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+def test_jacobians_of_a_distributed_tape_are_averages_without_pfor_and_refused_with_it(way: Any) -> None:
+    def body(session: Session) -> list[Any]:
+        w = tf.Variable([[1.0, 2.0]])
+
+        @way
+        def found(method: str, use_pfor: bool) -> Any:
+            with tf.GradientTape(persistent=True) as tape:
+                y = w * w * (1.0 + hvd.rank())
+            distributed = ocomm_tf.DistributedGradientTape(tape)
+            return getattr(distributed, method)(y, w, experimental_use_pfor=use_pfor)
+
+        for method in ("jacobian", "batch_jacobian"):
+            with pytest.raises(InvalidRequestError, match=rf"^{method}\(\) of .* Pass experimental_use_pfor=False"):
+                found(method, True)
+        return [tf.squeeze(found("jacobian", False)).numpy().tolist()]
+
+    assert run_ranks(2, body) == [[[[3.0, 0.0], [0.0, 6.0]]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda: tf.ragged.constant([[1.0], [2.0, 3.0]]), r"not a tf.RaggedTensor; pass to_tensor\(\)"),
+        (lambda: tf.sparse.from_dense([1.0, 0.0]), "not a tf.SparseTensor; pass tf.sparse.to_dense"),
+    ],
+    ids=["ragged", "sparse"],
+)
+def test_tensors_that_are_not_dense_are_refused(value: Any, said: str) -> None:
+    def body(session: Session) -> None:
+        for call in (ocomm_tf.allreduce, ocomm_tf.allgather, lambda x: ocomm_tf.grouped_allreduce([x])):
+            with pytest.raises(InvalidRequestError, match=said):
+                call(value())
+
+    run_ranks(1, body)
+
+
 def test_eager_calls_without_a_name_that_come_in_two_orders_are_refused() -> None:
     one, other = tf.fill(3, 1.0), tf.fill(3, 2.0)
 
