@@ -30,7 +30,7 @@ class MomentsFrontend(Frontend, Protocol):
 
     def read_warm_start(self) -> str | None:
         """Returns the fingerprint of the moments with which the frontend will call ``start_warm``, None without. The
-        ranks compare it.
+        ranks compare it, if all use the same framework.
         """
         ...
 
@@ -95,11 +95,14 @@ class AdamDriver(Driver):
     ) -> None:
         #: What was loaded from an Adam's checkpoint, for the report.
         self.warm_start: dict[str, Any] | None = None
-        told = {
-            "optimizer": core_class.dense_steps_of or frontend.wrapped_adam(),
-            "warm_start": frontend.read_warm_start(),
-        }
+        told = {"optimizer": core_class.dense_steps_of or frontend.wrapped_adam()}
+        self._warm_fingerprint = frontend.read_warm_start()
         super().__init__(session, number, specs, frontend, core_class, options, common, told)
+
+    def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        # Keras' ranks have their moments later, so in a job with others they are compared before the first step only.
+        is_given = self._warm_fingerprint is not None and self.is_mixed
+        return {**super().arrange_core(frontend), "warm_start": "given" if is_given else self._warm_fingerprint}
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
         """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_`` does, unless ``max_norm`` is

@@ -456,9 +456,10 @@ class Driver:
             self.session.agree(self.number, self.name + FIRST_STEP, f"{digest(said):016x}")
         except MismatchError as error:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
+            both = " In a job of Keras and Torch load Torch's into the optimizer before it is wrapped."
             raise MismatchError(
                 f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
-                f"checkpoint on all ranks, or {MADE_ALIKE[self.frontend.framework]}."
+                f"checkpoint on all ranks, or {MADE_ALIKE[self.frontend.framework]}.{both if self.is_mixed else ''}"
                 if difference
                 else str(error)
             ) from None
@@ -481,8 +482,10 @@ class Driver:
         names = [spec.name for spec in core.layout.tensors]
         lines = [f"a state of step {self.steps}"]
         lines += [f"'{name}' with checksum {c:016x}" for name, c in zip(names, core.replica_digest(), strict=True)]
-        if self.steps:
+        if self.steps or self.core.steps.any():  # 0/1 Adam goes on from a plain Adam with step 0 of its schedules
             lines += [f"{what} with checksum {checkpoint.fingerprint(v, self.kernels)}" for what, v in self._loaded()]
+            # The step after which there is none has one collective more.
+            lines.append("an order of gradients" if self.stepper.overlapping else "no order of gradients")
         return lines
 
     def _loaded(self) -> list[tuple[str, Any]]:

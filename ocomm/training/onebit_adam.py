@@ -97,22 +97,22 @@ class OneBitAdamDriver(AdamDriver):
             )
 
     def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
-        core = self.core
+        core, told = self.core, super().arrange_core(frontend)
         wanted = core.options.shard_state
         self.why_whole = why = self._why_whole(frontend)
         if wanted == "auto" and (why is not None or core.layout.ranks == 1):
             if why is not None and core.rank == 0:
                 _log.warning("Distributed%s: shard_state='auto' is off, because %s.", self.kind, why)
-            return {}
+            return told
         if not wanted:
-            return {}
+            return told
         if why is not None:
             raise InvalidRequestError(
                 f"Distributed{self.kind}: shard_state=True, but {why}. Leave it out, or pass 'auto', which is off here."
             )
         self.is_sharded = True
         core.sharded = self._new_shards()
-        return {"shard_state": True}
+        return {**told, "shard_state": True}
 
     def _why_whole(self, frontend: Frontend) -> str | None:
         if self.core.dense_steps_of is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +28,9 @@ from ocomm.optim.adam import DenseAdam  # noqa: E402
 from ocomm.optim.core import Group  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.tiers import few  # noqa: E402
-from tests.worlds import run_ranks  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
 
 #: Keras variables by the ends of their paths, Torch parameters by their names, in Torch's order.
 NAMES = {
@@ -390,6 +395,99 @@ def test_the_torch_ranks_of_a_mixed_job_save_what_a_plain_adam_goes_on_with() ->
             assert state["step"] == 3 and state["exp_avg_sq"].max() > 0
 
     run_ranks(2, body)
+
+
+def resumed(folder: Path, wrap: str, how: str, factor: float = 1.0, **options: Any) -> list[Any]:
+    """Trains one rank of each framework for 4 steps, and for 4 more in a job that goes on from what both have saved.
+
+    ``how`` says into what the Torch rank loads its state: "plain", "wrapped" or "warm_start". Its second moment of a
+    tensor is multiplied by ``factor`` before. Returns, by rank, parameters and dense steps of the second job, or its
+    error.
+    """
+    saved: dict[str, Any] = {}
+    file = str(folder / "keras.weights.h5")
+    is_warm = how == "warm_start"
+
+    def torch_rank(goes_on: bool) -> Any:
+        model = torch_model()
+        plain = torch_adam(model)
+        if goes_on:
+            model.load_state_dict(saved["model"])
+            saved["optimizer"]["state"][2]["exp_avg_sq"] *= factor
+        if goes_on and how == "plain":
+            plain.load_state_dict(saved["optimizer"])
+        more = {"warm_start": saved["optimizer"]} if goes_on and is_warm else {}
+        optimizer = getattr(ocomm_torch, wrap)(plain, model.named_parameters(), **options, **more)
+        if goes_on and how == "wrapped":
+            optimizer.load_state_dict(saved["optimizer"])
+        for x, y in batches(0, 8)[4:] if goes_on else batches(0, 4):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+            optimizer.step()
+        saved.update(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+        parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        return parameters, optimizer.compression_report()["dense_steps"]
+
+    def keras_rank(goes_on: bool) -> Any:
+        model = keras_model()
+        more = {"warm_start": True} if goes_on and is_warm else {}
+        optimizer = getattr(hvd, wrap)(adam(), names=NAMES, **options, **more)
+        model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        if goes_on:
+            optimizer.build(model.trainable_variables)
+            model.load_weights(file)
+        for x, y in batches(1, 8)[4:] if goes_on else batches(1, 4):
+            model.train_on_batch(x.transpose(0, 2, 3, 1), y)
+        if not goes_on:
+            model.save_weights(file)
+        return in_torch_order(model), optimizer.compression_report()["dense_steps"]
+
+    def body(session: Session, goes_on: bool) -> Any:
+        try:
+            return (keras_rank if hvd.rank() else torch_rank)(goes_on)
+        except (HorovodInternalError, tf.errors.OpError) as error:
+            return str(error)
+
+    run_ranks(2, lambda session: body(session, False))
+    return run_ranks(2, lambda session: body(session, True))
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="the second job has what the first has saved")
+@pytest.mark.parametrize(
+    ("wrap", "how", "options", "dense_steps"),
+    [
+        ("DistributedOneBitAdam", "plain", {"freeze_step": 2}, 0),
+        ("DistributedOneBitAdam", "plain", {"freeze_step": 100}, 4),
+        ("DistributedOneBitAdam", "warm_start", {"freeze_step": 100}, 0),
+        ("DistributedOneBitLamb", "plain", {"freeze_step": 2}, 0),
+        ("DistributedOneBitLamb", "warm_start", {"freeze_step": 100}, 0),
+        ("DistributedZeroOneAdam", "plain", {}, 0),
+        ("DistributedZeroOneAdam", "warm_start", {}, 0),
+    ],
+)
+def test_a_mixed_job_goes_on_from_the_states_of_both(
+    wrap: str, how: str, options: dict[str, Any], dense_steps: int, tmp_path: Path
+) -> None:
+    (torchs, torch_steps), (keras_own, keras_steps) = resumed(tmp_path, wrap, how, **options)
+    assert all(np.array_equal(torchs[name], keras_own[name]) for name in NAMES.values())
+    assert torch_steps == keras_steps == dense_steps
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="the second job has what the first has saved")
+@pytest.mark.parametrize(
+    ("how", "factor", "said"),
+    [
+        ("warm_start", 2.0, r"are not alike before their first step: rank\(s\) \[0\] hold the optimizer's state"),
+        ("plain", 2.0, r"rank\(s\) \[0\] hold moments of '1.bias' with checksum"),
+        ("wrapped", 1.0, r"rank\(s\) \[0\] hold an order of gradients.* before it is wrapped"),
+    ],
+    ids=["warm_start", "plain", "wrapped"],
+)
+def test_states_of_a_mixed_job_that_differ_are_an_error_on_all_ranks(
+    how: str, factor: float, said: str, tmp_path: Path
+) -> None:
+    for text in resumed(tmp_path, "DistributedOneBitAdam", how, factor, freeze_step=100):
+        assert re.search(said, text)
 
 
 def test_a_square_matrix_in_keras_order_is_caught() -> None:

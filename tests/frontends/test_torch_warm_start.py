@@ -245,6 +245,26 @@ def test_warm_starts_that_differ_between_ranks_are_an_error_that_names_the_optio
     )
 
 
+@pytest.mark.parametrize("wrap", [DistributedOneBitAdam, DistributedZeroOneAdam])
+@pytest.mark.parametrize("has_none", [False, True])
+def test_plain_adams_that_differ_between_ranks_are_an_error_before_the_first_step(wrap: Any, has_none: bool) -> None:
+    values, state = pretrained()
+
+    def body(session: Session) -> None:
+        parameters = [torch.nn.Parameter(torch.from_numpy(np.array(p))) for p in values]
+        plain = torch.optim.Adam(parameters, lr=1e-2, foreach=False)
+        if rank_of(session) == 0 or not has_none:
+            plain.load_state_dict(copy.deepcopy(state))
+        if rank_of(session) == 1 and not has_none:
+            plain.state[parameters[2]]["exp_avg_sq"][3] *= 2
+        optimizer = wrap(plain)
+        backward(parameters, gradients(1, rank_of(session)), range(len(SHAPES)))
+        with pytest.raises(MismatchError, match=r"are not alike before their first step: rank\(s\) \[0\] hold"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
 def sgd_state(momentum: float) -> dict[str, Any]:
     parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
