@@ -187,8 +187,8 @@ class DataAxis(ProcessSet):
             counts = all(at[axis] == 0 for axis in divided.difference(axes))
             if axes:
                 place = parameter.device_mesh.get_coordinate()
-                shared = [p.is_replicate() for p in parameter.placements]
-                counts &= not any(where and is_shared for where, is_shared in zip(place, shared, strict=True))
+                is_replicated = [p.is_replicate() for p in parameter.placements]
+                counts &= is_first_copy(place, is_replicated)
             counted.append(counts)
         return Grid(number, tuple(map(self.place, self.replica)), self.place(me), tuple(counted))
 
@@ -354,6 +354,16 @@ def _fingerprint(tensor: Tensor) -> str:
     if first.numel() < 2 or bool((first == first[0]).all()):
         return ""
     return hashlib.blake2b(repr(tuple(tensor.shape)).encode() + first.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def is_first_copy(coordinate: Sequence[int], is_replicated: Sequence[bool]) -> bool:
+    """Returns True on one of the ranks that have the same part of a DTensor, so that a norm counts it once.
+
+    Args:
+        coordinate: This rank's place on each axis of the tensor's mesh.
+        is_replicated: Whether the tensor is the same along each axis.
+    """
+    return not any(place and is_same for place, is_same in zip(coordinate, is_replicated, strict=True))
 
 
 def inside(value: Any) -> Any:

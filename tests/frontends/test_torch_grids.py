@@ -286,6 +286,17 @@ def test_a_rank_that_skips_a_step_skips_it_for_the_whole_grid() -> None:
         assert found == [("StepOutcome.OVERFLOW", True, "[2 (pp=1 of 2)]")] * 4
 
 
+def test_a_part_of_which_several_ranks_have_copies_counts_once_in_a_norm() -> None:
+    places = [(row, column) for row in range(2) for column in range(3)]
+    for is_replicated, counted in {
+        (False, False): places,
+        (True, False): [(0, 0), (0, 1), (0, 2)],
+        (False, True): [(0, 0), (1, 0)],
+        (True, True): [(0, 0)],
+    }.items():
+        assert [place for place in places if meshes.is_first_copy(place, is_replicated)] == counted
+
+
 @pytest.mark.parametrize("clip", ["exact", "previous"])
 def test_the_norm_that_clips_is_that_of_all_parts(clip: str) -> None:
     def body(session: Session) -> tuple[list[float], int]:
