@@ -20,6 +20,7 @@ from ocomm.optim.core import Group
 from ocomm.optim.options import Options
 from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.common import Common
+from ocomm.training.resume import class_of
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
 from ocomm_torch.memory_options import MemoryOptions
@@ -277,7 +278,8 @@ class AdamWrapper(CompressedOptimizer):
             )
         run = json.loads(state_dict["run"])
         if run["optimizer"] != self._driver.kind:
-            raise CheckpointError(f"{where} is of {run['optimizer']!r}, the optimizer is {self._driver.kind!r}.")
+            was, now = class_of(run["optimizer"]), class_of(self._driver.kind)
+            raise CheckpointError(f"{where} is of {was}, the optimizer is {now}.")
         entries = {}
         for index, name in enumerate(self._names):
             if name not in state_dict["state"]:

@@ -62,6 +62,14 @@ class Resumable(Protocol):
         ...
 
 
+def class_of(kind: object) -> str:
+    """Returns the name by which users know an optimizer, from its kind in a saved state, which may be damaged."""
+    if not isinstance(kind, str):
+        return repr(kind)
+    # Without compression these have no state of ocomm.
+    return f"Distributed{kind}" + (" with compression" if kind in ("Optimizer", "GradientTape") else "")
+
+
 def header(driver: Resumable) -> dict[str, Any]:
     """Returns what every saved state says about its run, in plain values."""
     layout = driver.core.layout
@@ -91,8 +99,8 @@ def check(driver: Resumable, saved: State, where: str) -> None:
         raise CheckpointError(f"{where} has version {version!r}; this release of ocomm reads versions up to {VERSION}.")
     if saved.get("optimizer") != driver.kind:
         raise CheckpointError(
-            f"{where} is of {saved.get('optimizer')!r}, the optimizer is {driver.kind!r}. Resume with the same class; "
-            "to start from Adam's moments alone, pass them as warm_start."
+            f"{where} is of {class_of(saved.get('optimizer'))}, the optimizer is {class_of(driver.kind)}. Resume with "
+            "the same class; to start from Adam's moments alone, pass them as warm_start."
         )
     checkpoint.require_checksum(saved, driver.kernels, where)
     check_place(driver, saved, where)  # first, because the tensors of another place are others

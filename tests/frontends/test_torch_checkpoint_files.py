@@ -197,7 +197,8 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "of another optimizer": (
         _replaced_by("birder/rank1.pt"),
-        " is of 'Birder', the optimizer is 'OneBitAdam'. Resume with the same class; to start from Adam's moments",
+        " is of DistributedBirder, the optimizer is DistributedOneBitAdam. Resume with the same class; to start from "
+        "Adam's moments",
     ),
     "of another model": (
         _replaced_by("model/rank1.pt"),
@@ -356,8 +357,8 @@ def test_names_classes_and_seeds_of_another_run_are_refused(saved: Path) -> None
             (
                 Run("0/1 Adam", 0),
                 good,
-                "the state_dict is of 'OneBitAdam', the optimizer is 'ZeroOneAdam'. Resume with the same class; to "
-                "start from Adam's moments alone, pass them as warm_start.",
+                "the state_dict is of DistributedOneBitAdam, the optimizer is DistributedZeroOneAdam. Resume with the "
+                "same class; to start from Adam's moments alone, pass them as warm_start.",
             ),
             (
                 Run("Birder", 0, seed=5),

@@ -694,7 +694,7 @@ def test_offloaded_shards_have_the_bits_of_others_and_half_of_the_state() -> Non
 @in_a_job
 def test_a_dense_state_loads_into_another_grid() -> None:
     words = [
-        "the dense state is of 'OneBitAdam', the optimizer is 'ZeroOneAdam'",
+        "the dense state is of DistributedOneBitAdam, the optimizer is DistributedZeroOneAdam",
         "the dense state has nothing of 'stage0.0.weight'",
         "is of another model: of tensor 'stage0.0.weight' it has exp_avg (3,)",
         "no result of dense_state_dict(): it has ['ocomm', 'param_groups', 'state']",

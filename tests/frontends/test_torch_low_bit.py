@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ocomm_torch as hvd
-from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import low_bit
 from ocomm.session import Session
 from ocomm.types import Settings
@@ -304,6 +304,24 @@ def test_passes_of_a_step_are_summed_before_they_are_sent() -> None:
     assert all_equal(twice)
     for a, b in zip(once[0], twice[0], strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_state_is_refused_by_another_class_under_the_names_that_users_know() -> None:
+    def body(session: Session) -> None:
+        model = Net()
+        optimizer = hvd.DistributedOptimizer(adam(list(model.parameters())), compression=hvd.Compression.int8)
+        loss_of(model, rank_of(session), 0).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        other = hvd.DistributedOneBitAdam(torch.optim.Adam(Net().parameters()))
+        words = "is of DistributedOptimizer with compression, the optimizer is DistributedOneBitAdam. Resume"
+        with pytest.raises(CheckpointError, match=words):
+            other.load_state_dict(state)
+        words = "is of DistributedOneBitAdam, the optimizer is DistributedOptimizer with compression. Resume"
+        with pytest.raises(CheckpointError, match=words):
+            optimizer.load_state_dict(other.state_dict())
+
+    run_ranks(1, body)
 
 
 def test_a_run_that_stops_goes_on_in_every_bit() -> None:
