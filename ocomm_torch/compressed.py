@@ -127,8 +127,8 @@ class CompressedOptimizer(HasRankState):
         for name, tensor in zip(self._names, self._tensors, strict=True):
             self._check_parameter(name, tensor)
         self._orders = [MemoryOrder(p) for p in self._tensors]
-        _check_storage(self._names, self._tensors)
         place = placement(self._names, self._tensors, session)
+        _check_storage(self._names, self._tensors)
         memory.check(f"Distributed{type(self).__name__}", common, place.is_device, bool(self._local.inside))
         assert session.kernels is not None
         numel = sum(tensor.numel() for tensor in self._tensors)

@@ -40,8 +40,6 @@ def why_untrainable(parameter: Tensor) -> str:
             "is a flat parameter of FullyShardedDataParallel, of which each rank has another part: use fully_shard "
             "(FSDP2) and a 1-bit optimizer with mesh="
         )
-    if parameter.is_meta:
-        return "is on the meta device, where it has no elements: call module.to_empty() before"
     return why_unreadable(parameter)
 
 

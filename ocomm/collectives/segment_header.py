@@ -160,13 +160,17 @@ class SegmentHeaders(list[SegmentHeader]):
         #: The presence bits that were heard in all of them.
         self.heard: Bytes = heard
         self._node_flags = node_flags
-        self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement", "lr")]
+        self._columns = [headers[name] for name in ("step", "attempt", "hyper", "announcement")]
+        self._rates, self._lr = headers["lr"], 0.0
         self._headers, self._passed_on = headers.view(np.uint8), passed_on.view(np.uint8)
 
     def begin(self, step: int, attempt: int, hyper: int, announcement: int, lr: float = 0.0) -> None:
         """Writes what changes from step to step, and forgets what was heard."""
-        for column, value in zip(self._columns, (step, attempt, hyper, announcement, lr), strict=True):
+        for column, value in zip(self._columns, (step, attempt, hyper, announcement), strict=True):
             column.fill(value)
+        if lr != self._lr:
+            self._lr = lr
+            self._rates.fill(lr)
         self._passed_on[:] = self._headers
         self.heard.fill(0)
         self._node_flags.fill(0)

@@ -486,7 +486,7 @@ def one_parameter(**options: Any) -> torch.nn.Parameter:
             "float16.",
         ),
         (
-            lambda: torch.optim.Adam([one_parameter(device="meta")]),
+            lambda: torch.optim.Adam([one_parameter(device="meta"), one_parameter(device="meta")]),
             "parameter 'parameter.0.0' is on meta; ocomm trains parameters in the host's memory and on CUDA devices.",
         ),
     ],

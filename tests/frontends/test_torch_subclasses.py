@@ -94,15 +94,6 @@ def test_any_other_parameter_without_memory_of_its_own_is_refused(wrap: Any) -> 
     assert "parameter 'head.weight' is a Pair, whose elements are not at an address of its own" in refusal(call)
 
 
-@pytest.mark.parametrize("wrap", [WRAPPERS["Lion"], WRAPPERS["DistributedOptimizer"]], ids=["Lion", "dense"])
-def test_a_parameter_of_the_meta_device_is_refused(wrap: Any) -> None:
-    def call() -> None:
-        module = torch.nn.Linear(2, 2, device="meta")
-        wrap(list(module.parameters()), named_parameters=module.named_parameters())
-
-    assert "parameter 'weight' is on the meta device, where it has no elements" in refusal(call)
-
-
 def test_a_gradient_without_memory_of_its_own_is_not_taken_for_no_gradient() -> None:
     def call() -> None:
         weight = torch.nn.Parameter(torch.ones(5, 3))

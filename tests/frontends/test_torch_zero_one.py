@@ -465,7 +465,7 @@ def test_plain_adam_loads_its_state_and_it_goes_on_from_plain_adams() -> None:
         for index in range(4):
             np.testing.assert_array_equal(state[index]["exp_avg"].numpy(), before[index])
             np.testing.assert_allclose(state[index]["exp_avg_sq"].numpy(), variance[index], rtol=1e-5)
-        assert not plain.state
+        assert len(plain.state) == 0
         for step in range(6, 30):
             optimizer.zero_grad()
             backward(parameters, gradients(step, rank), range(4))
