@@ -244,13 +244,11 @@ class TorchState(ObjectState):
         """
         first = self.process_set.ranks[0]
         plain: dict[str, Any] = {}
-        # Between syncs of an optimizer that steps locally each rank has parameters of its own.
-        optimizers = {name: getattr(self, name) for name in self._onebit}
-        local = {
-            name: optimizer.rank_state_dict()
-            for name, optimizer in optimizers.items()
-            if not optimizer.compression_report().get("synced", True)
-        }
+        # Between syncs of an optimizer that steps locally each rank has parameters of its own. A rank whose last step
+        # changed nothing, because its gradients were not finite, may still have those of the sync.
+        apart = [name for name in self._onebit if not getattr(self, name).compression_report().get("synced", True)]
+        anywhere = set().union(*api.allgather_object(apart, "elastic.apart", self.process_set))
+        local = {name: getattr(self, name).rank_state_dict() for name in self._onebit if name in anywhere}
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, torch.nn.Module):

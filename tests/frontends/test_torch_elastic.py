@@ -284,6 +284,27 @@ def test_a_state_that_is_synchronized_between_two_syncs_leaves_each_rank_its_own
     assert first != second
 
 
+def test_a_rank_whose_step_after_a_sync_changed_nothing_does_not_leave_the_others_waiting() -> None:
+    def body(session: Session) -> tuple[bool, list[float]]:
+        model = torch.nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        adam = Adam(model.parameters(), 0.01)
+        optimizer = hvd.DistributedDiLoCo(adam, model.named_parameters(), sync_every=2)
+        state = hvd.elastic.TorchState(model, optimizer)
+        for step in range(3):
+            is_nan = step == 2 and hvd.rank() == 1
+            model.weight.grad = torch.full((1, 3), torch.nan) if is_nan else torch.ones(1, 3)
+            optimizer.step()
+        synced, before = optimizer.compression_report()["synced"], model.weight.flatten().tolist()
+        state.sync()
+        assert model.weight.flatten().tolist() == before
+        return synced, before
+
+    (moved, first), (stayed, second) = run_ranks(2, body)
+    assert (moved, stayed) == (False, True) and first != second
+
+
 def there_and_back(value: Any) -> tuple[Any, bytes]:
     file = io.BytesIO()
     plain.dump(value, file, TensorCodec())
