@@ -622,6 +622,13 @@ MUTATIONS = [
         "frontends/test_tf_diloco.py",
     ),
     Mutation(
+        "launch: what ranks have said last is not heard",
+        "ocomm/launch/supervise.py",
+        "while self._listen(server) and time.monotonic() < last_s:",
+        "if self._listen(server):",
+        "unit/test_supervisor.py",
+    ),
+    Mutation(
         "launch: the children of a discovery script that hangs are not killed",
         "ocomm/launch/supervise.py",
         "start_new_session=True,  # so that it can be ended",

@@ -356,7 +356,10 @@ class _Job:
                     _say("the hosts have changed; the ranks make way at their next commit")
                     self._tell(self._lines)
             supervisor.generations.committed(self.commit)
-        self._listen(server)
+        # Ranks may have said more than was heard while they ran, above all why they end.
+        last_s = time.monotonic() + END_S
+        while self._listen(server) and time.monotonic() < last_s:
+            pass
         supervisor.generations.committed(self.commit)
         # Ends processes that the launcher has left on this machine: an ssh to a lost host keeps our output open.
         _kill_group(self._process.pid)
@@ -377,12 +380,14 @@ class _Job:
             with contextlib.suppress(OSError):
                 line.send(b'{"word": "hosts"}')
 
-    def _listen(self, server: Server) -> None:
+    def _listen(self, server: Server) -> bool:
+        """Takes in a message of each rank that has sent one. Returns False if none has for a while."""
         while server.lines:
             self._lines[server.lines.pop()] = -1
         if not self._lines:
             time.sleep(_POLL_S)
-        for line in wait(list(self._lines), _POLL_S):
+        heard = wait(list(self._lines), _POLL_S)
+        for line in heard:
             try:
                 self._hear(line, json_values.parse(line.receive()))
             except (EOFError, OSError, ValueError) as error:
@@ -392,6 +397,7 @@ class _Job:
                     self._reported.setdefault(rank, f"cannot be heard any more: {error}")
                 elif rank >= 0:
                     self._vanished.append(rank)
+        return bool(heard)
 
     def _hear(self, line: AuthenticatedSocket, message: Any) -> None:
         """Takes in a message. Raises ValueError if it is none that a rank sends."""

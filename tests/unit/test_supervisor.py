@@ -8,6 +8,8 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -54,6 +56,25 @@ def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_
     (failure,) = job.failures(lambda names: {})
     assert str(failure).startswith("rank 0 on a cannot be heard any more: the length of message 1 is not what")
     assert job.commit == 0
+
+
+def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
+    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    with Server("127.0.0.1", b"key") as server:
+        with supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
+            rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
+            for number in (1, 2):
+                rank.send(json.dumps({"word": "commit", "number": number}).encode())
+            rank.send(json.dumps({"word": "lost", "ranks": {"0": "raised ValueError: no data"}}).encode())
+        assert until(lambda: bool(server.lines))
+        job._process.wait(20.0)  # before anything was heard, as on a machine with much to do
+        said = SimpleNamespace(is_asked_to_end=False, generations=SimpleNamespace(committed=lambda number: None))
+        job.watch(server, cast(Any, said))
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    (failure,) = job.failures(lambda names: {})
+    assert str(failure) == "rank 0 on a raised ValueError: no data"
+    assert job.commit == 2
 
 
 def until(is_so: Callable[[], bool]) -> bool:
