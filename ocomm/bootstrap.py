@@ -97,12 +97,12 @@ def initialize(
     key = take_key(os.environ)
     log.configure(settings.log_level)
     group = torch_store.default_group()
-    # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store or a default process group;
-    # workers of data loaders have neither.
     launch = read_launch(os.environ)
     is_by_mpi = launch is not None and launch.is_mpi
     if is_by_mpi or (launch is not None and not _is_child()):
         meeting = None
+    # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store, a default process group or a
+    # meeting for one; workers of data loaders have none.
     if _is_child() and store is None and group is None and meeting is None:
         raise LaunchError(
             f"init() was called in process {os.getpid()}, which multiprocessing started from process "

@@ -300,17 +300,11 @@ def DistributedOptimizer(
         InvalidRequestError: An argument cannot be right (a ValueError).
         MismatchError: At the first step: the ranks train different variables.
     """
-    averaging = Averaging(
-        name or "DistributedOptimizer",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups_of(groups, num_groups),
-        process_set,
+    return PartialDistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set, None,
         scale_local_gradients,
-    )
-    return _wrap(optimizer, averaging, backward_passes_per_step, average_aggregated_gradients)
+    )  # fmt: skip
 
 
 def _wrap(
