@@ -492,7 +492,7 @@ class CompressedOptimizer(HasRankState):
     @property
     def grad_norm(self) -> float | None:
         """The norm by which the last step was clipped, sqrt(mean over ranks of |g|^2); None if none was yet."""
-        return self._driver.norm
+        return self._driver.clipping.norm
 
     def widen_gradients(self) -> None:
         """Makes float16 gradients float32, now and in all later steps. Called by a GradScaler, which will divide its

@@ -263,7 +263,7 @@ class Gradients:
         contiguous tensor, or have gaps. Returns False if one is not ready.
         """
         low: dict[int, int] = {}
-        as_they_are = self._placement.is_device and not self._driver.clips
+        as_they_are = self._placement.is_device and not self._driver.clipping.is_on
         widened: dict[int, torch.Tensor] = {}
         for place in others:
             index = tensors[place]

@@ -17,6 +17,7 @@ from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.optim.options import Options
 from ocomm.optim.zero_one_adam import ZeroOneAdam
 from ocomm.session import Session
+from ocomm.training.clipping import clip_factor
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver, Frontend
 
@@ -116,7 +117,7 @@ class AdamDriver(Driver):
         """Returns the factor, at most 1, that clips averaged gradients in the host's memory to ``max_norm``."""
         addresses = np.array([address(average) for average in averages], np.uint64)
         squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
-        return min(1.0, max_norm / (math.sqrt(sum(squares.tolist())) + 1e-6))
+        return clip_factor(math.sqrt(sum(squares.tolist())), max_norm)
 
     def report(self) -> dict[str, Any]:
         """Also returns ``warm_start``: None, or ``step`` of the checkpoint, the number of ``tensors`` with moments in
@@ -128,7 +129,7 @@ class AdamDriver(Driver):
         return {**super()._state(), "warm_start": self.warm_start}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        self.norm = saved["norm"]
+        self.clipping.norm = saved["norm"]
         self.core.load_state(saved["core"], lambda tensor: self.frontend.moments(tensor)[0])
         for tensor in self.taken_over(saved):
             self.frontend.release(tensor)

@@ -7,7 +7,6 @@ with the other ranks, and takes or skips steps. Nothing here depends on a framew
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -33,19 +32,11 @@ from ocomm.optim.stepper import NormOf, StepOutcome, Stepper
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume
+from ocomm.training.clipping import Clipping
 from ocomm.training.common import Common
 from ocomm.training.notices import Notices, follow, place
-from ocomm.training.opening import (
-    ON_HOST,
-    Arrangement,
-    RankFacts,
-    arrange,
-    exchange_facts,
-    open_channel,
-    open_grid,
-    place_of,
-)
-from ocomm.types import Flag, ReduceOp
+from ocomm.training.opening import ON_HOST, meet, open_channel, open_grid
+from ocomm.types import Flag, Nodes, ReduceOp
 
 _log = logging.getLogger("ocomm")
 _CHANGED = int(Flag.CHANGED)
@@ -69,7 +60,8 @@ class Frontend(Protocol):
         """Returns addresses of gradients, contiguous float32, 0 for none; or None if they must not be read before
         ``step()``.
 
-        Gradients on a device may be 16-bit, if ``core.gradients["grad_dtype"]`` says so, unless ``driver.clips``.
+        Gradients on a device may be 16-bit, if ``core.gradients["grad_dtype"]`` says so, unless ``driver.clipping``
+        is on.
         """
         ...
 
@@ -113,75 +105,46 @@ class Driver:
         told: Mapping[str, Any] | None = None,
     ) -> None:
         self.kind = core_class.kind
-        topology = session.require_topology()
-        ranks = session.set_ranks[number]
-        arrangement = Arrangement(session.nodes(number, common.hierarchical))  # an error if this rank is no member
+        self.session = session
+        self.number = number
+        self.common = common
+        self.grid = grid = frontend.grid
+        # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
+        self._frontend = weakref.ref(frontend)
+        nodes = session.nodes(number, common.hierarchical)  # an error if this rank is no member
         name = f"Distributed{self.kind}"
         name += session.ending(name, number)
         self.greet(session, number, name)
         kernels = frontend.kernels or session.kernels
         assert kernels is not None
-        asked = common.agreed()["hierarchical"]  # as a JSON value
-        mine = RankFacts(place_of(kernels.memory), asked, frontend.framework, frontend.implementation())
-        facts = exchange_facts(session, number, name, mine)
+        facts, arrangement = meet(session, number, name, frontend, kernels.memory, common.hierarchical, nodes)
         #: True if the ranks use several frameworks.
         self.is_mixed = facts.is_mixed
         #: True if the frontends' own dense steps would round differently. Then ``ocomm.optim.adam`` makes them.
         self.has_unlike_hosts = facts.rounds_differently
-        if self.has_unlike_hosts and not self.is_mixed and topology.rank == ranks[0]:
+        if self.has_unlike_hosts and not self.is_mixed and self._is_first:
             _log.warning("%s: %s", name, self.unlike_text.format(by_rank(facts.by_implementation, "have")))
-        if facts.forms_agree:  # else opening the channel fails, with the reason
-            arrangement = arrange(
-                session, number, common.hierarchical, arrangement.nodes, facts.places, name, kernels.memory
-            )
+        #: True if some rank's parameters are on a device.
+        self.on_devices = facts.places != {ON_HOST}
         #: Whether messages go from device to device, and what carries dense values inside nodes, as all ranks have
         #: agreed.
         self.direct, self.intra_node = arrangement.direct, arrangement.intra_node
-        block_size = common.block_size if common.block_size == "tensor" else int(common.block_size)
-        layout = Layout(specs, len(ranks), block_size, arrangement.nodes)
-        self.session = session
-        self.number = number
-        self.common = common
-        self.core: Core = core_class(layout, ranks.index(topology.rank), kernels, options)
-        if self.is_mixed:
-            self.core.rate_advice = (
-                " Schedules of Keras round to float32 where those of Torch do not: compute the lr in Python on both "
-                "sides, in a callback such as LearningRateScheduler and in LambdaLR."
-            )
+        self.core = self._make_core(specs, core_class, options, kernels, arrangement.nodes)
         #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
         self.options = {**common.agreed(), **options.agreed(), **(told or {}), **self.arrange_core(frontend)}
-        #: True if averages, when they are clipped, are clipped by a norm of which each rank has a part.
-        self.has_part_of_norm = common.max_grad_norm is not None and (
-            frontend.grid is not None or self.core.sharded is not None
-        )
         self.fixed_options = [*common.fixed(), *options.fixed()]
         self.default_options = {**common.defaults(), **options.defaults()}
-        self.grid = grid = frontend.grid
-        grid_vote = None
-        if grid is not None:
-            grid_vote = GridVote(grid, open_grid(session, grid, name, self.options))
-            self.options["grid"] = grid.place
-        channel = open_channel(session, number, name, layout, self.options)
-        weakref.finalize(self, session.release_channel, number, channel).atexit = False
-        # The driver belongs to its frontend; a reference back would keep both, and their buffers, alive.
-        self._frontend = weakref.ref(frontend)
-        #: True if some rank's parameters are on a device.
-        self.on_devices = facts.places != {ON_HOST}
-        self.stepper = self._make_stepper(name, channel, grid_vote)
-        self.stepper.looks_at_gradients = len(ranks) > 1
-        #: Number of first steps in which all ranks had the same gradients.
-        self._alike_steps = 0
+        self.clipping = Clipping(common.max_grad_norm, common.clip == "previous")
+        #: True if averages, when they are clipped, are clipped by a norm of which each rank has a part.
+        self.has_part_of_norm = common.max_grad_norm is not None and (grid is not None or self.core.sharded is not None)
+        self.stepper = self._open_stepper(name)
         #: Number of steps taken, without skipped ones.
         self.steps = 0
-        #: N of the last step whose gradients were clipped: sqrt(mean over ranks of |g|^2).
-        self.norm: float | None = None
+        #: Number of first steps in which all ranks had the same gradients.
+        self._alike_steps = 0
         self._announcement = 0
         #: What gradients are compressed with, as the core has it; None if it must be set again.
         self._compress_hyper: Hashable = None
-        #: True if the gradients of the step under way are clipped by N.
-        self.clips = False
-        #: True if the ranks must agree on N before anything of the step under way is sent.
-        self._needs_norm_round = False
         #: True if the hyperparameters that the core got last make it compress gradients together with parameters.
         self.is_decay_coupled = False
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
@@ -196,11 +159,49 @@ class Driver:
         self._fresh: Mapping[str, Any] = self._state()
         session.count(partial(self.stepper.traffic.counters, name))
         #: Says on one rank what the run does; None on the others.
-        self._notices: Notices | None = None
-        if self.speaks:
-            self._notices = follow(session, name, self.stepper.traffic, self.why_dense)
-            where = place([topology.hosts[rank] for rank in ranks], session.network, self.on_devices)
-            self._notices.begin(where, layout.numel, self.plan())
+        self._notices = self._begin_notices() if self.speaks else None
+
+    def _make_core(
+        self, specs: Sequence[TensorSpec], core_class: type[Core], options: Options, kernels: Kernels, nodes: Nodes
+    ) -> Core:
+        size = self.common.block_size
+        layout = Layout(specs, len(self._ranks), size if size == "tensor" else int(size), nodes)
+        core = core_class(layout, self._ranks.index(self.session.require_topology().rank), kernels, options)
+        if self.is_mixed:
+            core.rate_advice = (
+                " Schedules of Keras round to float32 where those of Torch do not: compute the lr in Python on both "
+                "sides, in a callback such as LearningRateScheduler and in LambdaLR."
+            )
+        return core
+
+    def _open_stepper(self, name: str) -> Stepper:
+        """Opens the channels, with errors that name the tensor or option that the ranks do not agree on."""
+        vote = None
+        if self.grid is not None:
+            vote = GridVote(self.grid, open_grid(self.session, self.grid, name, self.options))
+            self.options["grid"] = self.grid.place
+        channel = open_channel(self.session, self.number, name, self.core.layout, self.options)
+        weakref.finalize(self, self.session.release_channel, self.number, channel).atexit = False
+        stepper = self._make_stepper(name, channel, vote)
+        stepper.looks_at_gradients = len(self._ranks) > 1
+        return stepper
+
+    def _begin_notices(self) -> Notices:
+        notices = follow(self.session, self.name, self.stepper.traffic, self.why_dense)
+        hosts = self.session.require_topology().hosts
+        where = place([hosts[rank] for rank in self._ranks], self.session.network, self.on_devices)
+        notices.begin(where, self.core.layout.numel, self.plan())
+        return notices
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The world ranks of the process set."""
+        return self.session.set_ranks[self.number]
+
+    @property
+    def _is_first(self) -> bool:
+        """True on the first rank of the process set."""
+        return self.session.require_topology().rank == self._ranks[0]
 
     def _make_stepper(self, name: str, channel: Channel, grid: GridVote | None) -> Stepper:
         session, common, layout = self.session, self.common, self.core.layout
@@ -215,7 +216,7 @@ class Driver:
             name,
             self.core,
             channel,
-            session.set_ranks[self.number],
+            self._ranks,
             session.watch(self.number, name),
             locate,
             segment_nbytes=segment_nbytes(layout.numel // 8, layout.ranks, session.settings.segment_nbytes),
@@ -326,19 +327,9 @@ class Driver:
         """
         return True
 
-    def _clip_by(self, norm: float | None) -> None:
-        """Multiplies gradients by min(1, max_grad_norm / (N + 1e-6)), as ``torch.nn.utils.clip_grad_norm_`` does."""
-        limit, scale = self.common.max_grad_norm, 1.0
-        # If a gradient is not finite, the exchange finds that, and the rank.
-        if limit is not None and norm is not None and math.isfinite(norm):
-            scale = min(1.0, limit / (norm + 1e-6))
-        self.core.gradient_scale = scale
-
     def _begin_clipping(self) -> None:
         """Decides how the gradients of the step that begins are clipped."""
-        self.clips = self.clips_next()
-        self._needs_norm_round = self.clips and (self.common.clip == "exact" or self.norm is None)
-        self._clip_by(self.norm if self.clips and not self._needs_norm_round else None)
+        self.core.gradient_scale = self.clipping.begin(self.clips_next())
 
     # One step
 
@@ -367,7 +358,7 @@ class Driver:
             hyper = self.compress_hyper(groups)
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups, hyper)
-            early = not self._needs_norm_round and not self._at_start
+            early = not self.clipping.needs_round and not self._at_start
             self.stepper.begin(_hyper_digest(hyper), groups[0].lr, early)
 
     def step(self, changed: Callable[[], bool]) -> StepOutcome:
@@ -406,16 +397,16 @@ class Driver:
     def _exchange(self) -> StepOutcome:
         groups = self.groups()
         hyper, lr = self.compress_hyper(groups), groups[0].lr
-        if self._needs_norm_round:
+        if self.clipping.needs_round:
             outcome = self.stepper.agree_on_norm(lr)
             if outcome is not None:
                 return outcome
-            self._clip_by(self.stepper.norm)
+            self.core.gradient_scale = self.clipping.factor(self.stepper.norm)
             self._set_hyper(groups, hyper)
         norm_of = NormOf.NOTHING
-        if self.clips and self.common.clip == "previous":
+        if self.clipping.is_on and self.clipping.by_previous:
             norm_of = NormOf.GRADIENTS
-        elif self.has_part_of_norm and not self.clips:
+        elif self.has_part_of_norm and not self.clipping.is_on:
             norm_of = NormOf.AVERAGES
         outcome = self.stepper.exchange(
             _hyper_digest(hyper),
@@ -426,8 +417,8 @@ class Driver:
             norm_of,
         )
         if outcome is StepOutcome.TAKE:
-            if self.clips:
-                self.norm = self.stepper.norm
+            if self.clipping.is_on:
+                self.clipping.norm = self.stepper.norm
             self._set_hyper(groups, hyper)
             self._take()
         return outcome
@@ -447,7 +438,7 @@ class Driver:
         """Returns which round of a step is the first one that the parts of a grid hold."""
         if self.common.max_grad_norm is not None:
             self._begin_clipping()
-        return EARLY if self._needs_norm_round else FINAL
+        return EARLY if self.clipping.needs_round else FINAL
 
     def _agree_on_start(self) -> None:
         """Compares the ranks' states before the first step. Raises MismatchError that names what differs."""
@@ -580,7 +571,7 @@ class Driver:
         """Returns further replicated state. A driver that has any adds it here, and loads it in ``_load``."""
         return {
             "stepper": {"order": [int(t) for t in self.stepper.flows.order], "arrived": self.stepper.overlapping},
-            "norm": self.norm,
+            "norm": self.clipping.norm,
             "core": self.core.state(),
         }
 
@@ -612,7 +603,7 @@ class Driver:
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         """Loads the result of ``_state``; ``steps`` is set already."""
-        self.norm = saved["norm"]
+        self.clipping.norm = saved["norm"]
         self.core.load_state(saved["core"])
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:
@@ -687,7 +678,7 @@ class Driver:
             "skipped_by": self.stepper.skipped_by or None,
             "redone_steps": traffic.redone_steps,
             "overlap": self.stepper.overlap,
-            "grad_norm": self.norm,
+            "grad_norm": self.clipping.norm,
             "bytes_sent": traffic.bytes_sent,
             "bytes_dense": traffic.bytes_dense,
             "ratio": traffic.bytes_dense / traffic.bytes_sent if traffic.bytes_sent else None,

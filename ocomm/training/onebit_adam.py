@@ -18,6 +18,7 @@ from ocomm.optim.sharded import ShardedAdam
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
+from ocomm.training.clipping import clip_factor
 from ocomm.training.common import Common
 from ocomm.training.driver import Frontend
 from ocomm.types import ReduceOp
@@ -155,10 +156,10 @@ class OneBitAdamDriver(AdamDriver):
     def take(self) -> None:
         core = self.core
         dense, present = core.exchange().dense, self.stepper.present_anywhere
-        limit = None if self.clips else self.common.max_grad_norm
+        limit = None if self.clipping.is_on else self.clipping.limit
         factor = core.gradient_scale
         if self.has_part_of_norm and limit is not None:
-            factor, limit = min(1.0, limit / (self.stepper.norm + 1e-6)), None
+            factor, limit = clip_factor(self.stepper.norm, limit), None
         self.stepper.commit()
         if dense.any():
             warming: list[int] = np.flatnonzero(dense).tolist()

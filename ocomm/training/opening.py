@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ocomm.agreement import digest, first_difference, gather
 from ocomm.collectives.bridge import IntraNode
@@ -53,12 +53,6 @@ class AllFacts:
         self.forms_agree = len({fact.hierarchical for fact in facts}) == 1
 
 
-def exchange_facts(session: Session, number: int, name: str, mine: RankFacts) -> AllFacts:
-    """Returns the facts of all ranks of the process set ``number``. Collective; ``name`` is the optimizer's."""
-    said = gather(session, number, f"{name}.facts", json.dumps(mine))
-    return AllFacts(session.set_ranks[number], [RankFacts(*json.loads(text)) for text in said])
-
-
 def place_of(memory: Memory) -> str:
     """Returns where parameters in ``memory`` are."""
     if not memory.is_device:
@@ -75,6 +69,46 @@ class Arrangement(NamedTuple):
     direct: bool = False
     #: What carries dense values inside nodes.
     intra_node: IntraNode | None = None
+
+
+class Member(Protocol):
+    """A rank's side of an optimizer, which says how its steps round."""
+
+    framework: str
+
+    def implementation(self) -> str:
+        """Returns words that are equal where equal averages give equal bits."""
+        ...
+
+
+def meet(
+    session: Session,
+    number: int,
+    name: str,
+    member: Member,
+    memory: Memory,
+    hierarchical: bool | Literal["auto"],
+    nodes: Nodes,
+) -> tuple[AllFacts, Arrangement]:
+    """Returns what the ranks have said of themselves, and how messages will go. Collective over process set ``number``.
+
+    Args:
+        session: The session of the job.
+        number: The process set.
+        name: The optimizer's name.
+        member: This rank's side of it.
+        memory: Where this rank's parameters are.
+        hierarchical: The form of exchange that was asked for.
+        nodes: The nodes of that form.
+    """
+    # The option may be a NumPy bool, which JSON does not have.
+    asked = hierarchical if hierarchical == "auto" else bool(hierarchical)
+    mine = RankFacts(place_of(memory), asked, member.framework, member.implementation())
+    said = gather(session, number, f"{name}.facts", json.dumps(mine))
+    facts = AllFacts(session.set_ranks[number], [RankFacts(*json.loads(text)) for text in said])
+    if not facts.forms_agree:  # opening the channel fails, with the reason
+        return facts, Arrangement(nodes)
+    return facts, arrange(session, number, hierarchical, nodes, facts.places, name, memory)
 
 
 def arrange(
