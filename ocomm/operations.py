@@ -24,8 +24,8 @@ from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request, TensorMemory
 from ocomm.runtime.call_sites import NOBODY, Caller, caller
 from ocomm.runtime.handle import NOTHING, Handle, Submission
+from ocomm.runtime.plans import check_reduction
 from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
-from ocomm.runtime.process_set import check_reduction
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 

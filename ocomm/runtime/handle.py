@@ -32,7 +32,7 @@ class Submission:
 
     Sources and targets are contiguous bytes, as many as the request says. They belong to the runtime until the tensor
     is over, and may be the same. A target is an ``Allocate`` if the size of the result is known only to all ranks
-    together. ``is_checked``: the requests have passed ``process_set.check_reduction``.
+    together. ``is_checked``: the requests have passed ``plans.check_reduction``.
     """
 
     requests: list[Request]

@@ -13,18 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from ocomm.collectives import dense
 from ocomm.collectives.bridged import BridgedSums
 from ocomm.collectives.engine import Channel, Engine, State, Ticket
 from ocomm.collectives.error_feedback import OneBitAllreduce
 from ocomm.collectives.outcome import explain
-from ocomm.collectives.plan import Plan, Stage
-from ocomm.collectives.scratch import Scratch, aligned
+from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.tracing import activities
 from ocomm.errors import (
     HorovodInternalError,
@@ -33,12 +28,7 @@ from ocomm.errors import (
     OcommError,
     PeerError,
     StallError,
-    UnsupportedError,
-    clause,
 )
-from ocomm.kernels.base import view
-from ocomm.kernels.device import DeviceArray
-from ocomm.kernels.reference import reject_unsupported
 from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.cache import RankCache
 from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall
@@ -54,17 +44,16 @@ from ocomm.negotiation.tree import Aggregator, Ranges, Tree, read_aggregate
 from ocomm.runtime.call_sites import user_line
 from ocomm.runtime.control import Link, MessageType
 from ocomm.runtime.handle import Handle, Listener, Submission
+from ocomm.runtime.plans import Planner, check_reduction, stand_in
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
-from ocomm.types import Bytes, DType, Location, Nodes, ReduceOp, Settings
+from ocomm.types import Bytes, Nodes, Settings
 
 _log = logging.getLogger("ocomm")
 _ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
 _SHOWN_S = 2.0  # how long a tensor must have been stalled to be shown to whoever watches the job
-# Module globals, because looking up a member of an enumeration takes five times as long.
-_AVERAGE, _SUM, _BOOL = ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _RELEASED = struct.Struct("<qq")  # channel, segments
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
 
@@ -128,8 +117,7 @@ class ProcessSet:
         self._channel = engine.open_channel(data, settings.window)
         #: How dense sums go.
         self.nodes = nodes
-        self._context = dense.Context(self.rank, self.size, settings.segment_nbytes, scratch.take, nodes)
-        self._scratch = scratch
+        self._planner = Planner(self.rank, self.size, settings.segment_nbytes, scratch, nodes)
         self._cache = RankCache()
         tree = Tree.of(self.rank, self.size, settings.direct_peers)
         self.link = Link(control, self.ranks, tree)
@@ -490,7 +478,7 @@ class ProcessSet:
             if self._closed is None and not response.fault:
                 for template in response.templates:
                     if template.name not in self._entries:
-                        self._entries[template.name] = self._stand_in(template)
+                        self._entries[template.name] = Handle(stand_in(template), self.expect)
             found = [(name, self._entries[name]) for name in response.names if name in self._entries]
             for name, _ in found:
                 del self._entries[name]
@@ -529,7 +517,7 @@ class ProcessSet:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
         with self._failing_together(found):
-            plan, result, scratch = self._plan(response, tensors)
+            plan, result, scratch = self._planner.plan(response, tensors, self.bridged)
             ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
         running = _Running(ticket, parts, result, scratch, plan.keepalive)
         if self.timeline is not None:
@@ -552,7 +540,7 @@ class ProcessSet:
     def _tune(self, tuned: Tuned) -> None:
         """Uses other settings from the next response on; so do all ranks."""
         self._cycle_s = tuned.cycle_time_ms / 1e3
-        self._context = replace(self._context, segment_nbytes=tuned.segment_nbytes)
+        self._planner.use_segments(tuned.segment_nbytes)
         if self.coordinator is not None:
             self.coordinator.fusion_threshold = tuned.fusion_threshold
 
@@ -571,115 +559,6 @@ class ProcessSet:
             handle.complete([0], error=_FAULTS[response.fault](response.error))
         else:
             handle.complete([0], self.ranks[response.sizes[0][0]])
-
-    def _stand_in(self, template: Request) -> Handle:
-        """Returns what this rank, which has joined, contributes to an operation of the others: values that do not
-        change the result.
-        """
-        if template.kind == Kind.ALLREDUCE:
-            nothing = neutral(template.dtype, template.op, template.numel)
-            return Handle(Submission.of(template, nothing, nothing), self.expect)
-        if template.kind == Kind.BROADCAST:
-            room = np.empty(template.nbytes, np.uint8)
-            return Handle(Submission.of(template, room, room), self.expect)
-        if template.kind == Kind.MESSAGE:  # of two others
-            return Handle(Submission.of(template), self.expect)
-
-        def allocate(shape: tuple[int, ...]) -> Bytes:
-            return np.empty(math.prod(shape) * template.dtype.itemsize, np.uint8)
-
-        return Handle(Submission.of(template, np.zeros(0, np.uint8), allocate), self.expect)
-
-    def _plan(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> tuple[Plan, object, Scratch]:
-        """Returns the plan of a response, the result of a tensor that is not fused, and the owner of the plan's
-        memory.
-        """
-        submission, position = tensors[0]
-        request = submission.requests[position]
-        if request.kind is Kind.MESSAGE:
-            return self._message_plan(response, submission.sources[position], request), None, self._scratch
-        source = view(submission.sources[position], request.nbytes)
-        result: object = None
-        scratch = self._scratch
-        match response.kind:
-            case Kind.ALLREDUCE if request.op == ReduceOp.ADASUM:
-                everyone = aligned(self.size * request.nbytes)
-                plan = dense.allgather(self._context, [(source, everyone, [request.nbytes] * self.size)])
-                result = everyone.reshape(self.size, request.nbytes)
-            case Kind.ALLREDUCE:
-                plan, scratch = self._allreduce_plan(response, tensors, request)
-            case Kind.ALLGATHER:
-                lengths = self._counts(response, self.size)
-                row_nbytes = _row_nbytes(request)
-                target = _allocate(submission, position, (sum(lengths), *request.shape[1:]))
-                plan = dense.allgather(self._context, [(source, target, [n * row_nbytes for n in lengths])])
-                result = lengths
-            case Kind.BROADCAST:
-                target = view(_target(submission, position), request.nbytes)
-                plan = dense.broadcast(self._context, source, target, request.root)
-            case Kind.ALLTOALL:
-                table = self._counts(response, self.size**2)
-                row_nbytes = _row_nbytes(request)
-                splits = [table[r * self.size : (r + 1) * self.size] for r in range(self.size)]
-                received = tuple(row[self.rank] for row in splits)
-                target = _allocate(submission, position, (sum(received), *request.shape[1:]))
-                nbytes = [[n * row_nbytes for n in row] for row in splits]
-                plan = dense.alltoall(self._context, source, target, nbytes)
-                result = received
-            case Kind.REDUCESCATTER:
-                rows = split_rows(request.shape[0] if request.shape else 1, self.size)
-                row_nbytes = _row_nbytes(request)
-                target = _allocate(submission, position, (rows[self.rank], *request.shape[1:]))
-                plan = dense.reducescatter(
-                    self._context,
-                    source,
-                    target,
-                    [n * row_nbytes for n in rows],
-                    request.dtype,
-                    request.op,
-                    request.prescale,
-                    request.postscale,
-                )
-            case _:
-                plan = Plan("barrier", [[Stage()]])
-        plan.name = response.names[0] if len(response.names) == 1 else f"{len(response.names)} fused tensors"
-        return plan, result, scratch
-
-    def _counts(self, response: Response, expected: int) -> tuple[int, ...]:
-        """Returns the numbers of rows that all ranks must know. Raises ValueError if they are not so many."""
-        if len(response.names) != 1 or len(response.sizes[0]) != expected:
-            raise ValueError(f"{response.sizes} for {response.names}, where {expected} numbers of rows are expected")
-        return response.sizes[0]
-
-    def _message_plan(self, response: Response, memory: Location, request: Request) -> Plan:
-        """Returns this rank's plan for a message between two ranks of the set.
-
-        The other ranks have an empty plan, so that the message has the same place in the order of plans on all ranks.
-        """
-        ends = request.root, request.splits[0]
-        buffer = view(memory, request.nbytes) if self.rank in ends else None
-        plan = dense.message(self._context, buffer, request.nbytes, *ends)
-        plan.name = response.names[0]
-        return plan
-
-    def _allreduce_plan(
-        self, response: Response, tensors: Sequence[tuple[Submission, int]], request: Request
-    ) -> tuple[Plan, Scratch]:
-        """Returns the plan of a sum of fused tensors that are like ``request``, and the owner of its memory."""
-        sources = [submission.sources[position] for submission, position in tensors]
-        what = (
-            sources,
-            cast(list[Location], [submission.targets[position] for submission, position in tensors]),
-            [submission.requests[position].nbytes for submission, position in tensors],
-            request.dtype,
-            request.op,
-            request.prescale,
-            request.postscale,
-        )
-        bridged = self.bridged
-        if bridged is not None and any(isinstance(source, DeviceArray) for source in sources):
-            return bridged.allreduce(self._context, response.names[0], response.bridged, *what)
-        return dense.allreduce(self._context, *what), self._scratch
 
     def _open_channels(self) -> None:
         while self._opening:  # MPI must see them in the same order on all ranks
@@ -799,74 +678,9 @@ def no_thread(rank: int) -> HorovodInternalError:
     )
 
 
-def neutral(dtype: DType, op: ReduceOp, numel: int) -> Bytes:
-    """Returns elements that change nothing in a reduction: 0 for sums, 1 for products, the extremes for Min and Max."""
-    kind = np.dtype(np.uint16 if dtype == DType.BFLOAT16 else dtype.label)
-    value: float = 0
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        is_min = op == ReduceOp.MIN
-        if dtype == DType.BFLOAT16:
-            value = 0x7F80 if is_min else 0xFF80
-        elif dtype.is_floating:
-            value = np.inf if is_min else -np.inf
-        elif dtype == DType.BOOL:
-            value = is_min
-        else:
-            value = np.iinfo(kind).max if is_min else np.iinfo(kind).min
-    elif op == ReduceOp.PRODUCT:
-        value = 0x3F80 if dtype == DType.BFLOAT16 else 1
-    return np.full(numel, value, kind).view(np.uint8)
-
-
-def check_reduction(request: Request) -> None:
-    """Raises UnsupportedError for a reduction that the element type does not have, InvalidRequestError for factors that
-    are not numbers.
-    """
-    if type(request.prescale) is not float or type(request.postscale) is not float:
-        try:
-            struct.pack("dd", request.prescale, request.postscale)
-        except struct.error:
-            raise InvalidRequestError(
-                f"tensor '{request.name}': prescale_factor and postscale_factor must be numbers, got "
-                f"{request.prescale!r} and {request.postscale!r}."
-            ) from None
-    if (request.op is _AVERAGE or request.op is _SUM) and request.dtype is not _BOOL:
-        return  # the usual case, once per gradient
-    is_adasum = request.kind == Kind.ALLREDUCE and request.op == ReduceOp.ADASUM and request.dtype.is_floating
-    if request.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and not is_adasum:
-        try:
-            reject_unsupported(request.dtype, request.op, request.prescale, request.postscale)
-        except TypeError as error:
-            raise UnsupportedError(f"tensor '{request.name}': {clause(error)}.") from None
-
-
-def split_rows(rows: int, size: int) -> list[int]:
-    """Returns the rows of each rank when ``rows`` are shared out; the first ranks get the remainder, as in Horovod."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
-def _row_nbytes(request: Request) -> int:
-    count = request.dtype.itemsize
-    for n in request.shape[1:]:
-        count *= n
-    return count
-
-
 def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:
     """Returns the positions that names have in their handles, by handle."""
     parts: dict[Handle, list[int]] = {}
     for name, handle in entries:
         parts.setdefault(handle, []).append(handle.positions[name])
     return parts
-
-
-def _target(submission: Submission, position: int) -> Location:
-    target = submission.targets[position]
-    assert not callable(target)
-    return target
-
-
-def _allocate(submission: Submission, position: int, shape: tuple[int, ...]) -> Bytes:
-    allocate = submission.targets[position]
-    assert callable(allocate)
-    return allocate(shape)

@@ -57,7 +57,7 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
             mine = world._tuner is None or world._tuner._pool._shutdown  # the best is sent before "over" is
             is_over = bool(ocomm.allreduce(np.array([mine]), name="over", op=ocomm.Min)[0])
         now = used[-1][1] if used else Tuned.of(session.settings)
-        assert (now.cycle_time_ms / 1e3, now.segment_nbytes) == (world._cycle_s, world._context.segment_nbytes)
+        assert (now.cycle_time_ms / 1e3, now.segment_nbytes) == (world._cycle_s, world._planner.segment_nbytes)
         return digests, used
 
     log = tmp_path / "autotune.csv"

@@ -10,7 +10,7 @@ from ocomm.errors import InvalidRequestError, PeerError
 from ocomm.negotiation.coordinator import JOIN_NAME
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Submission
-from ocomm.runtime.process_set import neutral
+from ocomm.runtime.plans import neutral
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp, Settings
 from tests.worlds import MPI_SIZE, run_ranks
