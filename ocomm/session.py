@@ -40,10 +40,11 @@ from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
+from ocomm.runtime.channels import free
 from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, bounded, check_sets, confirmed, duplicate, handshake, topology_of
-from ocomm.runtime.process_set import ProcessSet, free, no_thread
+from ocomm.runtime.process_set import ProcessSet, no_thread
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.counters import OptimizerCounters

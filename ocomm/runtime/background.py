@@ -20,10 +20,11 @@ from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError, clause
 from ocomm.json_values import expect
 from ocomm.negotiation.tree import Tree
+from ocomm.runtime.channels import free
 from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.exporter import Exporter
-from ocomm.runtime.process_set import ProcessSet, free
+from ocomm.runtime.process_set import ProcessSet
 from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 

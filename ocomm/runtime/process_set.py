@@ -10,7 +10,6 @@ import math
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,12 +41,12 @@ from ocomm.negotiation.request import (
 )
 from ocomm.negotiation.tree import Aggregator, Ranges, Tree, read_aggregate
 from ocomm.runtime.call_sites import user_line
+from ocomm.runtime.channels import Channels
 from ocomm.runtime.control import Link, MessageType
 from ocomm.runtime.handle import Handle, Listener, Submission
 from ocomm.runtime.plans import Planner, check_reduction, stand_in
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline
-from ocomm.transport.base import Request as TransportRequest
 from ocomm.transport.base import Transport
 from ocomm.types import Bytes, Nodes, Settings
 
@@ -68,22 +67,6 @@ class _Running:
     scratch: Scratch  # owner of the buffers
     buffers: list[Bytes] = field(default_factory=list)
     submitted_ns: int = 0  # set only if there is a timeline
-
-
-@dataclass(slots=True)
-class _Opening:
-    """A communicator that is being made, for a channel or for another process set."""
-
-    handle: Handle
-    pending: TransportRequest
-
-
-@dataclass(slots=True)
-class _Open:
-    """A channel and its communicator. ``channel`` is None once this rank has released it."""
-
-    channel: Channel | None
-    transport: Transport
 
 
 class ProcessSet:
@@ -114,7 +97,7 @@ class ProcessSet:
         self.settings = settings
         self.engine = engine
         self.clock = clock
-        self._channel = engine.open_channel(data, settings.window)
+        self._channels = Channels(control, data, engine, settings.window)
         #: How dense sums go.
         self.nodes = nodes
         self._planner = Planner(self.rank, self.size, settings.segment_nbytes, scratch, nodes)
@@ -138,7 +121,6 @@ class ProcessSet:
         self._hurried = False
         # used by the background thread only
         self._running: list[_Running] = []
-        self._opening: list[_Opening] = []
         self._announced_s = -1e9
         self._warned: dict[str, float] = {}
         self.users: set[int] = set()  # threads that have submitted; grows only
@@ -148,11 +130,6 @@ class ProcessSet:
         self._asked_s: dict[int, float] = {}  # world rank -> when it was asked for its line of code
         self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
-        # By number. Ranks open and close channels in the order of responses, so a number is the same on all ranks.
-        self._channels = {0: _Open(self._channel, data)}
-        self._opened = 1
-        self._released: deque[Channel] = deque()  # channels that users have released; any thread appends
-        self._kept: list[Transport] = []  # communicators of closed channels on which messages may be under way
         self._retiring = False
         self.retired = threading.Event()
         #: Returns True if there is a thread that calls ``cycle``; set by the owner of that thread.
@@ -243,9 +220,8 @@ class ProcessSet:
         if self.bridged is not None and self._running:
             self.bridged.bridge.end(str(error), wait_s=0.0)
         ended += [part for running in self._running for part in running.parts.items()]
-        ended += [(opening.handle, [0]) for opening in self._opening]
+        ended += [(handle, [0]) for handle in self._channels.give_up()]
         self._running.clear()  # the engine keeps the memory of plans that are under way
-        self._opening.clear()
         for handle, positions in ended:
             try:
                 handle.complete(positions, error=type(error)(*error.args))
@@ -258,7 +234,7 @@ class ProcessSet:
 
         Safe in a finalizer: it takes no lock, because the garbage collector may run while this thread holds one.
         """
-        self._released.append(channel)
+        self._channels.release(channel)
 
     def retire(self) -> bool:
         """Ends a process set that was removed while the job goes on; returns True when that is done.
@@ -268,8 +244,8 @@ class ProcessSet:
         if not self._retiring:
             self._retiring = True
             self.close(InvalidRequestError(f"process set {list(self.ranks)} was removed."))
-            self._released += [opened.channel for opened in self._channels.values() if opened.channel is not None]
-        return not self._channels and self.is_quiet
+            self._channels.release_all()
+        return not self._channels.numbers and self.is_quiet
 
     # Background thread's side
 
@@ -279,7 +255,7 @@ class ProcessSet:
         """
         now = self.clock()
         due = self._announce(now)
-        if self._released:
+        if self._channels.is_releasing:
             self._close_channels()
         if self.coordinator is not None:
             self._respond(self.coordinator.decide())
@@ -288,7 +264,7 @@ class ProcessSet:
         if self._aggregator is not None:
             self._pass_on(now)
             due = min(due, self._aggregator.due_s(now))
-        self._open_channels()
+        self._channels.open()
         self.complete()
         return due
 
@@ -389,7 +365,9 @@ class ProcessSet:
     @property
     def is_blocked(self) -> bool:
         """True if nothing here moves by itself: everything that waits, waits for other ranks."""
-        if self._queue or self._running or self._opening or (self._aggregator and self._aggregator.is_holding):
+        if self._queue or self._running or self._channels.is_opening:
+            return False
+        if self._aggregator is not None and self._aggregator.is_holding:
             return False
         # A thread whose handle is over may not have woken up yet.
         return not any(handle.poll() for handle in list(self.waiting.values()))
@@ -397,7 +375,7 @@ class ProcessSet:
     @property
     def is_quiet(self) -> bool:
         """True if nothing of this set is under way on the network."""
-        return not self._running and not self._opening and self.link.flush()
+        return not self._running and not self._channels.is_opening and self.link.flush()
 
     def _announce(self, now: float) -> float:
         if not self._queue or self.link.has_left:
@@ -458,11 +436,7 @@ class ProcessSet:
                 self._tune(Tuned.unpack(response.sizes[0]))
             case Kind.CLOSE:
                 number, is_empty = response.sizes[0]
-                transport = self._channels.pop(number).transport
-                if is_empty:
-                    free(transport)
-                else:
-                    self._kept.append(transport)
+                self._channels.forget(number, bool(is_empty))
             case Kind.BRIDGE:
                 assert self.open_bridge is not None
                 self.opening_bridge = threading.Thread(target=self.open_bridge, name="ocomm-bridge", daemon=True)
@@ -511,14 +485,15 @@ class ProcessSet:
                     self._cache.learn(name, number, submission.requests[position])
         if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
             with self._failing_together(found):
-                self._opening.append(_Opening(found[0][1], self.link.transport.duplicate()))
+                self._channels.begin(found[0][1])
             return
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
         with self._failing_together(found):
             plan, result, scratch = self._planner.plan(response, tensors, self.bridged)
-            ticket = self._channel.submit(self._channel.prepare(plan), self.settings.stall_shutdown_s, True)
+            channel = self._channels.negotiated
+            ticket = channel.submit(channel.prepare(plan), self.settings.stall_shutdown_s, True)
         running = _Running(ticket, parts, result, scratch, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
@@ -560,40 +535,11 @@ class ProcessSet:
         else:
             handle.complete([0], self.ranks[response.sizes[0][0]])
 
-    def _open_channels(self) -> None:
-        while self._opening:  # MPI must see them in the same order on all ranks
-            opening = self._opening[0]
-            transport = self.link.transport.duplicated(opening.pending)
-            if transport is None:
-                return
-            # The first stays in the list until nothing can fail, because ``close`` ends what is in the list.
-            if opening.handle.submission.requests[0].kind == Kind.DUPLICATE:
-                self._opening.pop(0)
-                opening.handle.complete([0], transport)
-                continue
-            channel = self.engine.open_channel(transport, self.settings.window)
-            self._channels[self._opened] = _Open(channel, transport)
-            self._opened += 1
-            self._opening.pop(0)
-            opening.handle.complete([0], channel)
-
     def _close_channels(self) -> None:
-        """Tells the coordinator which channels this rank has released, once nothing of this rank is under way on
-        them.
-        """
-        for _ in range(len(self._released)):
-            channel = self._released.popleft()
-            found = [(number, opened) for number, opened in self._channels.items() if opened.channel is channel]
-            if not found or self.link.has_left:
-                continue  # of another job; or the job ends, and a message about it might come too late
-            segments = channel.close()
-            if segments is None:
-                if self._retiring:
-                    channel.abandon()
-                self._released.append(channel)
-                continue
-            number, opened = found[0]
-            opened.channel = None
+        """Tells the coordinator which channels this rank has closed."""
+        for number, segments in self._channels.close():
+            if self.link.has_left:
+                continue  # the job ends, and a message might come too late
             self.progress += 1
             if self.coordinator is not None:
                 self.coordinator.release(self.rank, number, segments)
@@ -602,15 +548,12 @@ class ProcessSet:
 
     def close_transports(self) -> None:
         """Frees all communicators except those on which messages may be under way. Called when the job is over."""
-        for transport in [*(opened.transport for opened in self._channels.values()), self.link.transport]:
-            free(transport)
+        self._channels.end()
 
     @property
     def wants_polling(self) -> bool:
-        """True if a channel is being opened, or if the set retires and has a channel that this rank still uses: the
-        engine sees neither. The other ranks' part in retiring comes by messages.
-        """
-        return bool(self._opening) or (self._retiring and bool(self._released))
+        """True if the engine does not see what the set waits for."""
+        return self._channels.wants_polling
 
     def complete(self) -> None:
         """Completes the handles of plans that are over. Called on the background thread. Raises if a plan failed by
@@ -629,8 +572,11 @@ class ProcessSet:
                     self._record(running)
                 running.scratch.give(running.buffers)
             else:
-                what = f"{running.ticket.plan.name} on rank {self.ranks[self.rank]}"
-                error = explain(running.ticket, self._channel, self.ranks, what, self.settings.stall_shutdown_s)
+                what, limit_s = (
+                    f"{running.ticket.plan.name} on rank {self.ranks[self.rank]}",
+                    self.settings.stall_shutdown_s,
+                )
+                error = explain(running.ticket, self._channels.negotiated, self.ranks, what, limit_s)
                 if state != State.ABORTED and failure is None:
                     failure = error
             for handle, positions in running.parts.items():
@@ -660,14 +606,6 @@ class ProcessSet:
 
 def _within(part: range, whole: range) -> bool:
     return whole.start <= part.start < part.stop <= whole.stop
-
-
-def free(transport: Transport) -> None:
-    """Frees a communicator that is no longer used. If that fails there is a warning, because nothing depends on it."""
-    try:
-        transport.close()
-    except Exception as error:
-        _log.warning("rank %d of a communicator cannot free it: %s: %s", transport.rank, type(error).__name__, error)
 
 
 def no_thread(rank: int) -> HorovodInternalError:

@@ -41,7 +41,7 @@ def member(session: Session) -> ProcessSet:
 
 
 def numbers_open(session: Session) -> list[int]:
-    return list(member(session)._channels)
+    return member(session)._channels.numbers
 
 
 def exchange(session: Session, channel: Any, timeout_s: float = LIMIT_S) -> Any:
@@ -145,7 +145,7 @@ def test_a_channel_is_closed_when_no_rank_uses_it_and_not_before(monkeypatch: py
         if rank_of(session) == 1:
             session.release_channel(0, channel)
             assert ocomm.allreduce(np.ones(1), op=ocomm.Sum, name="later")[0] == 2
-            until(lambda: not member(session)._released)
+            until(lambda: not member(session)._channels.is_releasing)
         else:
             ocomm.allreduce(np.ones(1), op=ocomm.Sum, name="later")
         session.agree(0, "looked", "")
@@ -171,7 +171,7 @@ def test_a_communicator_on_which_messages_may_be_under_way_is_kept(monkeypatch: 
             assert ticket.wait(LIMIT_S).name == "TIMED_OUT"
         session.release_channel(0, channel)
         until(lambda: numbers_open(session) == [0])
-        assert len(member(session)._kept) == 1
+        assert len(member(session)._channels.kept) == 1
         assert not closed
         session.agree(0, "looked", "")
 
@@ -190,7 +190,7 @@ def test_a_channel_in_use_is_released_when_its_plans_are_over() -> None:
             exchange(session, channel)
             session.release_channel(0, channel)
         until(lambda: numbers_open(session) == [0])
-        assert not member(session)._kept
+        assert not member(session)._channels.kept
 
     run_ranks(2, body)
 
