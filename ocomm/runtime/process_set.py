@@ -30,7 +30,7 @@ from ocomm.errors import (
 )
 from ocomm.negotiation.autotune import Tuned
 from ocomm.negotiation.cache import RankCache
-from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall, describe_stall
+from ocomm.negotiation.coordinator import JOIN_NAME, Coordinator, Stall
 from ocomm.negotiation.request import (
     Fault,
     Kind,
@@ -45,14 +45,13 @@ from ocomm.runtime.channels import Channels
 from ocomm.runtime.control import Link, MessageType
 from ocomm.runtime.handle import Handle, Listener, Submission
 from ocomm.runtime.plans import Planner, check_reduction, stand_in
+from ocomm.runtime.stalls import StallWatch
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
 from ocomm.types import Bytes, Nodes, Settings
 
 _log = logging.getLogger("ocomm")
-_ANSWER_S = 2.0  # how long a rank that is late may take to say where it is
-_SHOWN_S = 2.0  # how long a tensor must have been stalled to be shown to whoever watches the job
 _RELEASED = struct.Struct("<qq")  # channel, segments
 _FAULTS = {Fault.MISMATCH: MismatchError, Fault.STALL: StallError, Fault.LEFT: PeerError}
 
@@ -112,6 +111,11 @@ class ProcessSet:
             if self.rank == 0
             else None
         )
+        self._stall_watch = (
+            StallWatch(self.coordinator, self.link, self._own_line, settings)
+            if self.coordinator is not None and settings.stall_check
+            else None
+        )
         self._tuner = tuner
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._lock = threading.Lock()
@@ -122,13 +126,9 @@ class ProcessSet:
         # used by the background thread only
         self._running: list[_Running] = []
         self._announced_s = -1e9
-        self._warned: dict[str, float] = {}
         self.users: set[int] = set()  # threads that have submitted; grows only
         self.waiting: dict[int, Handle] = {}  # thread -> its handle; only single dict operations, which are atomic
         self.progress = 0  # counts announcements and responses; background thread only
-        self.stalls: list[Stall] = []  # of this set, on its coordinator; for whoever watches the job
-        self._asked_s: dict[int, float] = {}  # world rank -> when it was asked for its line of code
-        self._where: dict[int, str] = {}
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
         self._retiring = False
         self.retired = threading.Event()
@@ -296,9 +296,12 @@ class ProcessSet:
             if self.coordinator is not None and not self.link.has_left:
                 self.coordinator.release(source, *_RELEASED.unpack(payload))
         elif word == MessageType.WHERE:
-            self.link.send_up(MessageType.HERE, user_line(list(self.users)).encode("utf-8", "surrogatepass"))
-        elif word == MessageType.HERE:
-            self._where[self.ranks[source]] = payload.decode("utf-8", "surrogatepass")
+            self.link.send_up(MessageType.HERE, self._own_line().encode("utf-8", "surrogatepass"))
+        elif word == MessageType.HERE and self._stall_watch is not None:
+            self._stall_watch.hear(self.ranks[source], payload.decode("utf-8", "surrogatepass"))
+
+    def _own_line(self) -> str:
+        return user_line(list(self.users))
 
     def rank_left(self, world_rank: int, why: str) -> None:
         """Takes in that a rank has left; if it is a member, whatever needs it fails on all other members."""
@@ -306,61 +309,22 @@ class ProcessSet:
             self.coordinator.remove(self.ranks.index(world_rank), why)
 
     def inspect(self) -> None:
-        """Looks for stalls on the coordinator; asks the missing ranks for their lines of code, then warns or gives
-        up.
-        """
-        if self.coordinator is None or not self.settings.stall_check:
-            return
-        now = self.clock()
-        limit_s = self.settings.stall_check_s
-        self.stalls = self.coordinator.stalled(now, min(limit_s, _SHOWN_S))
-        stalls = [stall for stall in self.stalls if stall.waited_s >= limit_s]
-        if not stalls:
-            self._warned.clear()
-            self._asked_s.clear()
-            self._where.clear()
-            return
-        if self._knows_where({rank for stall in stalls for rank in stall.missing}, now):
-            self._report(stalls, now, limit_s)
-        self._warned = {s.name: self._warned[s.name] for s in stalls if s.name in self._warned}
-        if self.settings.stall_shutdown_s > 0:
-            hopeless = [s for s in stalls if s.waited_s >= self.settings.stall_shutdown_s]
-            if hopeless:
-                self._respond(self.coordinator.fail_stalled(hopeless, self._where))
-
-    def _knows_where(self, missing: set[int], now: float) -> bool:
-        """Returns True if all missing ranks have said which line they are in, or have had the time to."""
-        for rank in missing - self._asked_s.keys():
-            self._asked_s[rank] = now
-            if rank == self.ranks[self.rank]:
-                self._where[rank] = user_line(list(self.users))
-            else:
-                self.link.send(self.ranks.index(rank), MessageType.WHERE)
-        return all(rank in self._where or now - self._asked_s[rank] >= _ANSWER_S for rank in missing)
-
-    def _report(self, stalls: Sequence[Stall], now: float, again_s: float) -> None:
-        assert self.coordinator is not None
-        if self.settings.stall_raise:
-            self._respond(self.coordinator.fail_stalled(stalls, self._where))
-            return
-        for stall in stalls:
-            if now - self._warned.get(stall.name, -1e9) >= again_s:
-                self._warned[stall.name] = now
-                _log.warning("%s", describe_stall(stall, self.coordinator, self._where))
+        """Looks for stalls on the coordinator, warns of them, and ends those that have lasted too long."""
+        if self._stall_watch is not None:
+            self._respond(self._stall_watch.inspect(self.clock()))
 
     def report_stuck(self, where: Mapping[int, str], why: str = "") -> None:
         """Reports that no rank of the job can go on, so that everything that waits here will wait for ever.
 
         ``where`` has the line of code of every rank. If ``why`` is given, everything fails with that reason instead.
         """
-        if self.coordinator is not None and self.settings.stall_check:
-            now = self.clock()
-            self._where.update(where)
-            stalls = self.coordinator.stalled(now, 0.0)
-            if why:
-                self._respond(self.coordinator.fail_stalled(stalls, self._where, why))
-            else:
-                self._report(stalls, now, self.settings.stall_check_s)
+        if self._stall_watch is not None:
+            self._respond(self._stall_watch.report_stuck(where, why, self.clock()))
+
+    @property
+    def stalls(self) -> list[Stall]:
+        """What of this set waits for ranks, on its coordinator."""
+        return [] if self._stall_watch is None else self._stall_watch.stalls
 
     @property
     def is_blocked(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ocomm.negotiation.request import Kind, Request
-from ocomm.runtime import background, process_set
+from ocomm.runtime import background, stalls
 from ocomm.runtime.handle import Submission
 from ocomm.session import Session
 from ocomm.telemetry.counters import JobCounters, OptimizerCounters, Stalled
@@ -39,7 +39,7 @@ def test_nobody_pays_for_counters_that_nobody_wants() -> None:
 
 def test_rank_0_has_the_counters_of_all_ranks_their_hosts_and_what_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(process_set, "_SHOWN_S", 0.1)
+    monkeypatch.setattr(stalls, "_SHOWN_S", 0.1)
     seen = threading.Event()
     told: list[JobCounters] = []
     pages: list[str] = []
