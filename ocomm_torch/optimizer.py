@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -738,12 +738,7 @@ def DistributedOptimizer(
     """
     if issubclass(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # raises, and says what to use instead
-    if isinstance(optimizer, CollectiveStep):
-        raise InvalidRequestError(
-            f"Distributed{type(optimizer).__name__} averages by itself; leave DistributedOptimizer out."
-        )
-    if isinstance(optimizer, NamesParameters):
-        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
+    _check_wrappable(optimizer)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise InvalidRequestError("gradient_predivide_factor not supported with op != Average")
     if backward_passes_per_step <= 0:
@@ -774,26 +769,13 @@ def DistributedOptimizer(
     names = {p: name + ending for p, name in names_of(parameters, named_parameters).items()}
     for p, name in names.items():
         _check_parameter(name, p, axis)
-    grid = None
-    if axis is not None:
-        loss_scaling.install()
-        local = LocalTensors(parameters, is_mesh=True)
-        grid = axis.grid(sessions.current(), "Optimizer", [names[p] for p in parameters], parameters, local)
+    grid = None if axis is None else _grid(axis, parameters, names)
     chosen = _groups(groups, parameters, names, process_set)
-
-    base = type(optimizer)
-    mixin: type = _DistributedOptimizer if grid is None else _GridOptimizer
-    mixin = AdasumOptimizer if op == ReduceOp.ADASUM else mixin
-    wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    wrapped: Any = object.__new__(wrapper)
-    # A scheduler made before has set step() on the object, which would hide ours.
-    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
-    wrapped._ending = ending
-    _share_what_is_loaded(wrapped)
-    _tell_schedulers(optimizer, wrapped)
     if op == ReduceOp.ADASUM:
+        wrapped = _subclassed(optimizer, AdasumOptimizer, ending)
         wrapped._distribute(names, compression, backward_passes_per_step, process_set)
         return wrapped
+    wrapped = _subclassed(optimizer, _DistributedOptimizer if grid is None else _GridOptimizer, ending)
     wrapped._distribute(
         names,
         compression,
@@ -805,6 +787,38 @@ def DistributedOptimizer(
         process_set,
         grid,
     )
+    return wrapped
+
+
+def _check_wrappable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises InvalidRequestError for an optimizer that communicates already."""
+    if isinstance(optimizer, CollectiveStep):
+        raise InvalidRequestError(
+            f"Distributed{type(optimizer).__name__} averages by itself; leave DistributedOptimizer out."
+        )
+    if isinstance(optimizer, NamesParameters):
+        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
+
+
+def _grid(axis: DataAxis, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> Grid | None:
+    """Returns this rank's place in the grid of ``axis``; None if that is the only axis. Collective over the mesh."""
+    loss_scaling.install()
+    local = LocalTensors(parameters, is_mesh=True)
+    return axis.grid(sessions.current(), "Optimizer", [names[p] for p in parameters], parameters, local)
+
+
+def _subclassed(optimizer: torch.optim.Optimizer, mixin: type, ending: str) -> Any:
+    """Returns an optimizer that shares groups and state with ``optimizer``, and steps as ``mixin`` does. ``ending`` is
+    that of its gradients' names.
+    """
+    base = type(optimizer)
+    wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    wrapped: Any = object.__new__(wrapper)
+    # A scheduler made before has set step() on the object, which would hide ours.
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
+    wrapped._ending = ending
+    _share_what_is_loaded(wrapped)
+    _tell_schedulers(optimizer, wrapped)
     return wrapped
 
 
