@@ -18,7 +18,8 @@ from numba import cuda
 
 from ocomm.compression.codecs import OF_BITS, Codec
 from ocomm.kernels import BLOCK, NOISE, TENSOR, reference
-from ocomm.kernels.cuda import SIMULATED, CudaKernels, address_of
+from ocomm.kernels.cuda import CudaKernels, address_of
+from ocomm.kernels.cuda_words import SIMULATED
 
 BLOCK_SIZE = 4096
 CHECKED_BLOCKS = 64

@@ -64,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 def rows(architectures: list[str], keep: Path | None = None) -> Iterator[Row]:
     """Yields the rows. Raises ImportError if numba-cuda or NVVM is missing."""
-    from ocomm.kernels.cuda import KERNELS, compiled
+    from ocomm.kernels.cuda import compiled
+    from ocomm.kernels.cuda_kernels import KERNELS
 
     for architecture in architectures:
         number = architecture.removeprefix("sm_")
-        for loop in KERNELS:
+        for loop in KERNELS.values():
             name = loop.py_func.__name__
             ptx = compiled(loop, (int(number[:-1]), int(number[-1])))
             cubin = None

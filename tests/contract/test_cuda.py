@@ -33,10 +33,11 @@ from tests.contract.test_quantizer import Model
 from tests.fake_device import FakeDevice
 
 numba_cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
-loops = importlib.import_module("ocomm.kernels.cuda")
-SIMULATED = loops.SIMULATED
+words = importlib.import_module("ocomm.kernels.cuda_words")
+SIMULATED = words.SIMULATED
 if not (SIMULATED or numba_cuda.is_available()):
     pytest.skip(reason="no CUDA device, and NUMBA_ENABLE_CUDASIM is not 1", allow_module_level=True)
+loops = importlib.import_module("ocomm.kernels.cuda")
 
 from tests.contract.on_device import OnDevice  # noqa: E402  (needs numba-cuda)
 
@@ -611,8 +612,8 @@ class TestArguments:
     def test_the_simulator_refuses_an_address_that_a_device_would_fault_on(self) -> None:
         floats = np.zeros(8, np.float32)
         first = -(-loops.address_of(floats) // 16) * 16
-        assert loops.load_quad(first) == (0, 0, 0, 0)
-        aligned = ((loops.load_quad, 16), (loops.load_low_quad, 8), (loops.load_float, 4), (loops.load_long, 8))
+        assert words.load_quad(first) == (0, 0, 0, 0)
+        aligned = ((words.load_quad, 16), (words.load_low_quad, 8), (words.load_float, 4), (words.load_long, 8))
         for load, alignment in aligned:
             with pytest.raises(ValueError, match=f"not aligned to {alignment}"):
                 load(first + alignment // 2)
@@ -648,6 +649,6 @@ def test_the_benchmark_checks_every_loop_before_it_times_it() -> None:
     from ocomm.bench import _cuda
 
     names = {row.kernel.partition(",")[0].partition(" of ")[0] for row in _cuda.rows(4096, 1, [2, 3])}
-    assert names == {loop.__name__ for loop in loops.KERNELS} - WITHOUT_TIMES
+    assert names == loops.KERNELS.keys() - WITHOUT_TIMES
     with pytest.raises(RuntimeError, match="unpack: the result differs"):
         _cuda.check("unpack", lambda k, a: k.unpack(a.blocks, a.messages[k is reference], None, a.out), 1, 2)

@@ -189,7 +189,7 @@ def test_failures_are_named_once_and_a_forked_child_leaves_the_device_alone(envi
 
 
 def launches() -> None:
-    from ocomm.kernels import cuda as loops
+    from ocomm.kernels import cuda_kernels as loops
 
     there = devices()
     for device in there.made:

@@ -67,7 +67,7 @@ class TestEverySetOfKernels:
     def test_a_cuda_kernel_with_other_parameters_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
         cuda = importlib.import_module("ocomm.kernels.cuda")
-        monkeypatch.setattr(cuda, "unpack", cuda.apply)
+        monkeypatch.setitem(cuda.KERNELS, "unpack", cuda.KERNELS["apply"])
         with pytest.raises(
             TypeError, match="CUDA kernel 'unpack' takes int, int, int, int, int; declared are int, int, "
         ):
