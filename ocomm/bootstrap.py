@@ -40,6 +40,9 @@ _FOLLOW_S = 1.0
 _hooked = False
 #: What has started MPI, if no launcher of MPI's has.
 _pmi: PmiStart | None = None
+#: The variable in which a rank says who it is to the processes that it starts, which inherit it: the job, its number in
+#: it, and the id of its process. It is no setting, so its name differs from theirs.
+_RANK = "_OCOMM_RANK"
 #: Number of bytes for MASTER_ADDR and MASTER_PORT; the name of a host has at most 253 characters.
 _ADDRESS_NBYTES = 512
 
@@ -60,6 +63,16 @@ def _is_child() -> bool:
     # A spawned process imports its parent's script before multiprocessing says whose child it is.
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     return is_importing or multiprocessing.parent_process() is not None
+
+
+def _rank_above(environ: Mapping[str, str], launch: Launch) -> str:
+    """Returns the id of the process that is the rank of ``launch`` and has started this one; "" if this is the rank.
+
+    What a rank starts inherits its variables. A second process that claims to be that rank makes Open MPI crash in the
+    first.
+    """
+    job, rank, pid = environ.get(_RANK, "  ").split(" ")
+    return pid if (job, rank) == (launch.job, str(launch.rank)) and pid != str(os.getpid()) else ""
 
 
 def initialize(
@@ -110,6 +123,12 @@ def initialize(
             "code under `if __name__ == '__main__':`, and out of what worker processes import. If this process is a "
             "rank that a notebook's launcher started, make its process group first, by Accelerator() or "
             "torch.distributed.init_process_group(), or call init(store=...)."
+        )
+    if launch is not None and (pid := _rank_above(os.environ, launch)):
+        raise LaunchError(
+            f"init() was called in process {os.getpid()}, which rank {launch.rank} (pid {pid}) has started. Only the "
+            "processes that the launcher started are ranks: leave init() out of the other program, or start that as a "
+            "job of its own, with ocommrun --no-torch-env."
         )
     if launch is None and is_gloo_launch(os.environ):
         raise LaunchError(
@@ -170,6 +189,8 @@ def _start_mpi(
     if is_on_one_host:
         for name, value in mpi_settings.NCCL_ON_ONE_HOST.items():
             os.environ.setdefault(name, value)
+    if launch is not None and launch.is_mpi and launch.job:
+        os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
     arrival: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if launch is not None:
         arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)

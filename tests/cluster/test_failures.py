@@ -328,6 +328,24 @@ if __name__ == "__main__":
     assert process.stderr.count("which multiprocessing started from process") == 2
 
 
+def test_a_program_that_a_rank_starts_and_that_calls_init_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        """
+import subprocess, sys
+import numpy as np
+import ocomm
+
+ocomm.init()
+other = subprocess.run([sys.executable, "-c", "import ocomm; ocomm.init()"], capture_output=True, text=True)
+said = f"which rank {ocomm.rank()} (pid " in other.stderr
+print("other", other.returncode, said, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
+"""
+    )
+    process = by_mpirun(program)
+    assert (process.returncode, process.stdout) == (0, "other 1 True sum 2.0\n" * 2), process.stderr
+
+
 def test_parts_of_the_ranks_are_jobs_of_their_own_in_the_order_of_their_lists() -> None:
     script = """
 import ocomm
