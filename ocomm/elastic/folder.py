@@ -42,7 +42,7 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str], stem: str) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a script may change its working folder between commits
         self.stem = stem
         self._intact: dict[str, tuple[int, ...]] = {}  # files whose checksum was right, with their identity then
 

@@ -47,6 +47,18 @@ def test_a_file_is_read_as_it_was_written_and_may_be_copied_to_another_host(tmp_
     assert folders.received(folder.copy(name), name).read() == PAYLOAD
 
 
+def test_a_folder_stays_where_it_is_when_the_script_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Folder("commits", "set0.1")
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir("data")
+    folder.write(folder.replicated(FIVE), some)
+    assert folder.listing() == {FIVE: Held(True)}
+    assert [path.name for path in (tmp_path / "commits").iterdir()] == [folder.replicated(FIVE)]
+
+
 def test_every_flipped_bit_and_every_other_length_is_noticed(tmp_path: Path) -> None:
     _, name, path = written(tmp_path)
     data = path.read_bytes()
