@@ -118,9 +118,11 @@ class Exporter:
             self._port.close()
 
     def _tell(self, tell: Callable[[JobCounters], None]) -> None:
-        while not self._closing:
+        is_last = False
+        while not is_last:
             self._news.wait()
             self._news.clear()
+            is_last = self._closing  # there may be news since the last time, so it is told once more
             tell(self.job())
 
 

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from dataclasses import fields
@@ -256,3 +258,28 @@ def test_rank_0_hands_on_what_it_has_heard_and_how_long_ago() -> None:
     assert (heard, told[-1].size) == ({0: 0.0, 1: 2.5}, 3)
     (limited,) = {(len(rank.waits), len(rank.waits[0].what)) for rank in told[-1].ranks if rank.waits}
     assert limited == (8, 200)
+
+
+def test_what_comes_while_ocommrun_takes_counters_is_handed_on_at_the_end() -> None:
+    clock = [1.0]
+    exporter = Exporter(0, 1, lambda: RankCounters(0, "a"), lambda: clock[0])
+    told: list[float] = []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def tell(job: JobCounters) -> None:
+        told.append(job.at_s)
+        has_begun.set()
+        may_end.wait(20.0)
+
+    exporter.open(None, tell)
+    exporter.sample()
+    assert has_begun.wait(20.0)
+    clock[0] = 2.0
+    exporter.sample()
+    closing = threading.Thread(target=exporter.close)
+    closing.start()
+    while not exporter._closing:
+        time.sleep(0.01)
+    may_end.set()
+    closing.join(20.0)
+    assert told == [1.0, 2.0]
