@@ -177,19 +177,26 @@ class Generations:
 
     def outlook(self, now_s: float) -> tuple[Host, ...]:
         """Returns the hosts, and their ranks, of a generation that would begin now."""
+        usable = self._usable(now_s)
+        return place(usable, min(total_slots(usable), self.limits.max_ranks or total_slots(usable)))
+
+    def _usable(self, now_s: float) -> list[Host]:
+        """Returns the hosts of which a generation would be made, with all their slots, in the order of their use."""
         known = {name: position for position, name in enumerate(self._order)}
         hosts = sorted(self._found, key=lambda host: known.get(host.name, len(known)))
         chosen = [host for host in hosts if not self._is_out(host, now_s)]
         if total_slots(chosen) < self.limits.min_ranks:
             chosen = [host for host in hosts if not self._is_out(host, now_s) or host.name not in self.lost]
-        return place(chosen, min(total_slots(chosen), self.limits.max_ranks or total_slots(chosen)))
+        return chosen
 
     def wants_others(self, now_s: float) -> bool:
-        """Returns True if a next generation would have other hosts or ranks than the one that runs, and enough of
-        them.
+        """Returns True if a next generation would have enough ranks, and more than the one that runs, or if some of
+        the slots where that runs are to be used no more.
         """
-        hosts = self.outlook(now_s)
-        return set(hosts) != set(self.running) and total_slots(hosts) >= self.limits.min_ranks
+        ranks = total_slots(self.outlook(now_s))
+        slots = {host.name: host.slots for host in self._usable(now_s)}
+        may_stay = all(host.slots <= slots.get(host.name, 0) for host in self.running)
+        return ranks >= self.limits.min_ranks and (not may_stay or ranks > total_slots(self.running))
 
     def _is_out(self, host: Host, now_s: float) -> bool:
         return host.name in self._out and now_s < self._out[host.name].until_s

@@ -76,6 +76,31 @@ def test_new_hosts_are_wanted_up_to_the_limit_and_old_ones_keep_their_ranks() ->
     assert not generations.wants_others(3.0)
 
 
+def test_a_generation_makes_way_for_more_ranks_and_not_for_as_many_elsewhere() -> None:
+    generations = job(Limits(4, 2, max_ranks=4, cooldown_s=(10.0, 10.0), discovers=True), A, B, C)
+    assert generations.next(0.0) == Start(1, (A, B))
+    generations.ended(1.0, [Failure("a", 0, "died")])
+    assert generations.next(1.0) == Start(2, (B, C))
+    assert not generations.wants_others(12.0)  # the host that had failed may be used again, but is not needed
+    generations.found([Host("b", 3), C])
+    assert not generations.wants_others(12.0)
+    generations.found([Host("b", 1), C])  # fewer slots where it runs
+    assert generations.wants_others(12.0)
+    generations.found([Host("b", 1), A, C])
+    assert generations.wants_others(12.0)
+
+
+def test_a_generation_stays_on_hosts_that_have_failed_while_it_needs_them() -> None:
+    generations = job(Limits(4, 4, discovers=True), A, B)
+    generations.next(0.0)
+    generations.committed(1)
+    generations.ended(1.0, [Failure("a", 0, "died")])
+    assert generations.next(1.0) == Start(2, (A, B))
+    assert not generations.wants_others(2.0)
+    generations.found([A, B, C])
+    assert generations.wants_others(2.0)
+
+
 def test_a_job_waits_for_the_hosts_that_it_wants_but_not_for_ever() -> None:
     generations = job(Limits(4, 2, patience_s=60.0, discovers=True))
     assert generations.next(0.0) == Wait(60.0, "0 slots are left, and at least 4 are needed")
