@@ -125,8 +125,7 @@ class Generations:
         self._close(now_s)
 
     def unreachable(self, now_s: float, failures: Sequence[Failure]) -> None:
-        """Notes that hosts of the generation that was to start cannot be reached, so that it has not started."""
-        self.running = ()
+        """Notes that hosts on which the next generation was to start cannot be reached."""
         for failure in failures:
             self._keep_out(now_s, failure)
 

@@ -137,10 +137,7 @@ class Supervisor:
                 time.sleep(_POLL_S)
                 continue
             states = self._reach(step.hosts)
-            if lost := [state for state in states if state.problem is not None]:
-                failures = [Failure(state.name, None, f"cannot be reached: {state.problem}", True) for state in lost]
-                self.generations.unreachable(time.monotonic(), failures)
-                _say("; ".join(map(str, failures)))
+            if self._has_lost(states):
                 continue
             job = self._start(step, states, server.port)
             code = job.watch(server, self)
@@ -173,6 +170,15 @@ class Supervisor:
     def _reach(self, hosts: Sequence[Host]) -> Sequence[HostState]:
         return self._ask([host.name for host in hosts])
 
+    def _has_lost(self, states: Sequence[HostState]) -> bool:
+        """Returns True if some hosts cannot be reached, and keeps these out of the next generation."""
+        lost = [state for state in states if state.problem is not None]
+        if lost:
+            failures = [Failure(state.name, None, f"cannot be reached: {state.problem}", True) for state in lost]
+            self.generations.unreachable(time.monotonic(), failures)
+            _say("; ".join(map(str, failures)))
+        return bool(lost)
+
     def _lost(self, names: Sequence[str]) -> dict[str, bool]:
         """Returns, for hosts whose ranks have been silent, whether they cannot be reached."""
         states = self._ask(names)
@@ -181,7 +187,13 @@ class Supervisor:
     def wants_others(self) -> bool:
         """Returns True if the running generation should make way for one on other hosts."""
         self._look_around()
-        return self.generations.wants_others(time.monotonic())
+        now_s = time.monotonic()
+        if not self.generations.wants_others(now_s):
+            return False
+        in_use = {host.name for host in self.generations.running}
+        added = [host for host in self.generations.outlook(now_s) if host.name not in in_use]
+        # The generation goes on rather than make way for a host on which nothing can start.
+        return not self._has_lost(self._reach(added)) or self.generations.wants_others(time.monotonic())
 
     @property
     def is_asked_to_end(self) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +19,7 @@ from ocomm.launch.command import LaunchRequest
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.generations import Limits, Start
 from ocomm.launch.hosts import Host
+from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
 from ocomm.launch.supervise import Discovery, Supervisor, _Job
 from ocomm.runtime import supervisor_client
@@ -75,6 +76,33 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
     assert job.commit == 2
+
+
+def supervisor_of(*hosts: Host, ask: Callable[[Sequence[str]], Sequence[HostState]]) -> Supervisor:
+    limits = Limits(1, 1, cooldown_s=(1000.0, 1000.0), discovers=True)
+    return Supervisor(LaunchRequest(1, ("true",)), Launcher(Flavour.OPEN_MPI_5, "mpirun", "5"), limits, ask, hosts)
+
+
+def test_ranks_make_way_for_no_host_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+    problems: dict[str, str] = {}
+    asked: list[str] = []
+
+    def ask(names: Sequence[str]) -> list[HostState]:
+        asked.extend(names)
+        return [HostState(name, False, problems.get(name)) for name in names]
+
+    a, b = Host("a", 1), Host("b", 1)
+    supervisor = supervisor_of(a, ask=ask)
+    assert supervisor.generations.next(0.0) == Start(1, (a,))
+    problems["b"] = "no route"
+    supervisor.generations.found([a, b])
+    asked.clear()
+    assert not supervisor.wants_others() and not supervisor.wants_others()
+    assert asked == ["b"] and capsys.readouterr().err == "ocommrun: b cannot be reached: no route\n"
+    problems.clear()
+    supervisor.generations.found([a])
+    supervisor.generations.found([a, b])
+    assert supervisor.wants_others()
 
 
 def until(is_so: Callable[[], bool]) -> bool:
