@@ -99,7 +99,8 @@ class Supervisor:
     def run(self) -> int:
         """Runs the job and returns its exit status."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._end_on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants it
+                signal.signal(number, self._end_on_signal)
         try:
             with Server(self._listens_at(), self._key) as server:
                 return self._run(server)

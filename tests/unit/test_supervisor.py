@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,21 @@ def test_ranks_make_way_for_no_host_that_cannot_be_reached(capsys: pytest.Captur
     supervisor.generations.found([a])
     supervisor.generations.found([a, b])
     assert supervisor.wants_others()
+
+
+def test_a_signal_that_nohup_has_switched_off_stays_off() -> None:
+    supervisor = supervisor_of(ask=lambda names: [])
+    supervisor.generations.limits = Limits(1, 1)  # no host, and none can come
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert supervisor.run() == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == supervisor._end_on_signal
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def until(is_so: Callable[[], bool]) -> bool:
