@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 from ocomm import json_values
 from ocomm.errors import LaunchError
@@ -157,6 +158,8 @@ class Supervisor:
                 who = "; ".join(map(str, failures)) or f"the launcher ended with status {code}"
                 if self.is_elastic:
                     _say(f"generation {step.number} failed: {who}; its last commit was {job.commit or 'none'}")
+                    if not _is_read():  # the next generation would end as this one, when it prints
+                        self._asked_to_end = signal.SIGPIPE
                 elif failures:
                     _say(f"the job failed: {who}")
         _say(f"ended by {signal.Signals(self._asked_to_end).name}.{self._where_commits_are()}")
@@ -318,22 +321,30 @@ class _Job:
         # The launcher says on stderr what has failed.
         pipes = (self._process.stderr, self._note), (self._process.stdout, lambda data: None)
         self._readers = [
-            threading.Thread(target=self._pass_on, args=(pipe.fileno(), note), name="ocomm-output", daemon=True)
+            threading.Thread(target=self._pass_on, args=(pipe, note), name="ocomm-output", daemon=True)
             for pipe, note in pipes
             if pipe is not None
         ]
         for reader in self._readers:
             reader.start()
 
-    def _pass_on(self, pipe: int, note: Callable[[bytes], None]) -> None:
-        """Prints what the launcher and the ranks write."""
-        while data := os.read(pipe, 65536):
-            if self._view is not None:
-                self._view.write(data)
-            else:
-                sys.stderr.buffer.write(data)
-                sys.stderr.flush()
+    def _pass_on(self, pipe: IO[bytes], note: Callable[[bytes], None]) -> None:
+        """Prints what the launcher and the ranks write.
+
+        If nobody reads that, the launcher hears so when it writes, as if it printed by itself. It would wait for ever
+        for a pipe that is not emptied.
+        """
+        while data := os.read(pipe.fileno(), 65536):
             note(data)
+            try:
+                if self._view is not None:
+                    self._view.write(data)
+                else:
+                    sys.stderr.buffer.write(data)
+                    sys.stderr.flush()
+            except OSError:
+                pipe.close()
+                return
 
     def _note(self, data: bytes) -> None:
         """Keeps the end of what the launcher has written, for diagnosis."""
@@ -579,6 +590,15 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def _is_read() -> bool:
+    """Returns False if what this process and its job print goes into a pipe that nobody reads any more."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"ocommrun: {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stderr.write(f"ocommrun: {text}\n")
+        sys.stderr.flush()

@@ -156,6 +156,31 @@ def step(state):
         job.stderr.close()
 
 
+def test_a_job_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
+    step = """
+def step(state):
+    print("x" * 1000, flush=True)
+"""
+    unread, output = os.pipe()
+    os.close(unread)
+    try:
+        job = subprocess.run(
+            command(tmp_path, step, "-np", "2", "--min-np", "2"),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+    finally:
+        os.close(output)
+    assert job.returncode == 128 + signal.SIGPIPE, job.stderr
+    assert said(job)[0] == "ocommrun: generation 1: 2 ranks on localhost:2"
+    assert said(job)[-1].startswith("ocommrun: ended by SIGPIPE.") and len(said(job)) == 3
+
+
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
 def test_a_job_of_several_hosts_goes_on_without_the_one_whose_rank_was_killed() -> None:
     """The long run, with stops and cuts: chaos_elastic.py."""

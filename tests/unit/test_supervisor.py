@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
     assert job.commit == 2
+
+
+def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(data: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=SimpleNamespace(write=refuse), write=refuse))
+    job = _Job(["sh", "-c", "exec head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    assert job._process.wait(20.0) == -signal.SIGPIPE
+    supervise._say("something")
 
 
 def supervisor_of(*hosts: Host, ask: Callable[[Sequence[str]], Sequence[HostState]]) -> Supervisor:
