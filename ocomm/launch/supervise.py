@@ -361,8 +361,7 @@ class _Job:
             if self._end_s is None and (supervisor.is_asked_to_end or self._reported or self._vanished):
                 self._end_s = now_s + (0.0 if supervisor.is_asked_to_end else END_S)
             if self._end_s is None and len(self._hosts) < self.ranks and now_s > self._here_until_s:
-                missing = [rank for rank in range(self.ranks) if rank not in self._hosts]
-                _say(f"ranks {missing} have not come to init() in time")
+                _say(f"ranks {list(self._never_came())} have not come to init() in time")
                 self._end_s = now_s
             if self._end_s is not None:
                 if supervisor.is_asked_to_end:
@@ -444,9 +443,15 @@ class _Job:
         elif word == "lost":
             for rank, why in expect(message.get("ranks"), dict).items():
                 self._reported.setdefault(json_values.rank(int(rank), self.ranks), expect(why, str))
+        elif word == "late":
+            self._reported = {**self._never_came(), **self._reported}
         elif word in ("leave", "bye"):
             self.has_left = self.has_left or word == "leave"
             self._lines[line] = -1  # its connection may end now
+
+    def _never_came(self) -> dict[int, str]:
+        """Returns the ranks that have not come to ``init()``, and says so of each."""
+        return {rank: f"{SILENT}: it never came to init()" for rank in range(self.ranks) if rank not in self._hosts}
 
     def _name_of(self, rank: int) -> str:
         """Returns the name by which the supervisor knows a rank's host. If the rank's own name for it is another, ranks
@@ -468,7 +473,7 @@ class _Job:
         names = {rank: self._name_of(rank) for rank in range(self.ranks)}
         reported = self._reported
         if not reported and time.monotonic() > self._here_until_s:
-            reported = {rank: f"{SILENT}: it never came to init()" for rank in names if rank not in self._hosts}
+            reported = self._never_came()
         silent = sorted({names[rank] for rank, why in reported.items() if rank in names and why.startswith(SILENT)})
         return blame(signalled, reported, exited, self._vanished, names, lost(silent) if silent else {})
 

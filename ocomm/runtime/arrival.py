@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _log = logging.getLogger("ocomm")
@@ -27,9 +28,13 @@ class Arrival:
     rank without a file is missing. The folder's name is made of the user and of ``job``, so it can be guessed: the
     folder is used only if it belongs to this user and nobody else can look into it. Without a folder, or on a full
     disk, the ranks are not named.
+
+    ``on_late`` is called before the process ends.
     """
 
-    def __init__(self, job: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, job: str, rank: int, size: int, timeout_s: float, on_late: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
@@ -38,6 +43,7 @@ class Arrival:
         self.folder = Path(tempfile.gettempdir()) / f"{self._of_this_user}{name}"
         self._descriptor = -1
         self._here = threading.Event()
+        self._on_late = on_late
 
     def __enter__(self) -> None:
         if self.timeout_s <= 0:
@@ -97,6 +103,7 @@ class Arrival:
             return
         sys.stderr.write(self.report())
         sys.stderr.flush()
+        self._on_late()
         os._exit(1)
 
     def report(self) -> str:

@@ -181,6 +181,33 @@ def step(state):
     assert said(job)[-1].startswith("ocommrun: ended by SIGPIPE.") and len(said(job)) == 3
 
 
+def test_a_rank_that_does_not_come_to_init_is_the_one_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import os, time
+import ocomm
+
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+ocomm.init()
+"""
+    )
+    flags = ("-np", "2", "--min-np", "2", "--start-timeout", "2", "--reset-limit", "0")
+    done = subprocess.run(
+        [sys.executable, "-m", "ocomm.launch", *flags, sys.executable, str(tmp_path / "train.py")],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 1
+    assert said(done)[1] == (
+        "ocommrun: generation 1 failed: rank 1 on localhost has not answered: it never came to init(); its last commit "
+        "was none"
+    )
+
+
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
 def test_a_job_of_several_hosts_goes_on_without_the_one_whose_rank_was_killed() -> None:
     """The long run, with stops and cuts: chaos_elastic.py."""

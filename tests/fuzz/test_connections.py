@@ -154,6 +154,7 @@ MESSAGES = [
     {"word": "counters", "job": {"at_s": 1.0, "size": 2, "ranks": []}},
     {"word": "leave"},
     {"word": "bye"},
+    {"word": "late"},
 ]
 
 

@@ -132,6 +132,27 @@ def test_a_signal_that_nohup_has_switched_off_stays_off() -> None:
             signal.signal(number, handler)
 
 
+def test_who_never_came_to_init_is_named_by_those_who_waited() -> None:
+    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1), Host("b", 2))), 10.0)
+    with Server("127.0.0.1", b"key") as server, supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
+        rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
+        rank.send(json.dumps({"word": "late"}).encode())
+        end = time.monotonic() + 20.0
+        while not job._reported and time.monotonic() < end:
+            job._listen(server)
+        for line in job._lines:
+            line.close()
+    job._process.wait(20.0)
+    for reader in job._readers:
+        reader.join(20.0)
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    assert [str(failure) for failure in job.failures(lambda names: {})] == [
+        "rank 1 on b has not answered: it never came to init()",
+        "rank 2 on b has not answered: it never came to init()",
+    ]
+
+
 def until(is_so: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20.0
     while not is_so() and time.monotonic() < end:
