@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -43,6 +44,8 @@ _WITHOUT_MEANING = {
     "--log-with[out]-timestamp": "log_with_timestamp",
     "--disable-cache": "disable_cache",  # horovodrun's checks of hosts, which it makes once an hour
 }
+#: A word of flags of Python's, the last of which has a value, in this word or the next one.
+_WITH_VALUE = re.compile("-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 _ELASTIC_TIMEOUT_S = 600.0
 #: Flags that mean something in an elastic job only, and where their values go.
 _ELASTIC = {
@@ -198,11 +201,11 @@ def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> No
 
 def require_script(command: tuple[str, ...]) -> None:
     """Raises LaunchError if the command runs a Python script that is not there."""
-    position = _program_of(command) if _is_python(command) else len(command)
-    if position == len(command) or command[position] in ("-m", "-c", "-"):
+    program = _divided(command)[1] if _is_python(command) else ()
+    if not program or program[0] in ("-m", "-c", "-"):
         return
-    if not os.path.exists(command[position]):
-        raise LaunchError(f"there is no file {command[position]!r} in {os.getcwd()} for {command[0]} to run.")
+    if not os.path.exists(program[0]):
+        raise LaunchError(f"there is no file {program[0]!r} in {os.getcwd()} for {command[0]} to run.")
 
 
 def _is_python(command: tuple[str, ...]) -> bool:
@@ -210,13 +213,27 @@ def _is_python(command: tuple[str, ...]) -> bool:
     return bool(command) and os.path.basename(command[0]).startswith("python")
 
 
-def _program_of(command: tuple[str, ...]) -> int:
-    """Returns the position, in a command of Python's, of the script, of -m or of -c; its length if there is none."""
-    position = 1
-    while position < len(command) and command[position].startswith("-") and command[position] not in ("-m", "-c", "-"):
-        # These two flags take a value.
-        position += 2 if command[position] in ("-W", "-X") else 1
-    return min(position, len(command))
+def _divided(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns a command of Python's in two parts: the interpreter with its flags, and the program with its arguments.
+
+    The program begins with a script, with "-", or with "-m" or "-c", also if these stand in one word with other flags,
+    as in -um. It is empty if there is none.
+    """
+    flags, left = [command[0]], list(command[1:])
+    while left and left[0].startswith("-") and left[0] != "-":
+        word = left.pop(0)
+        found = _WITH_VALUE.fullmatch(word)
+        if found is None:
+            flags.append(word)
+            continue
+        if found[1]:
+            flags.append(f"-{found[1]}")
+        left[:0] = [f"-{found[2]}", found[3]] if found[3] else [f"-{found[2]}"]
+        if found[2] in "mc":
+            break
+        flags += left[:2]
+        del left[:2]
+    return tuple(flags), tuple(left)
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
@@ -272,10 +289,10 @@ def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
     """
     if not _is_python(command):
         raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
-    flags = _program_of(command)
-    if flags == len(command) or command[flags] in ("-c", "-"):
+    flags, program = _divided(command)
+    if not program or program[0] in ("-c", "-"):
         raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
-    return (*command[:flags], "-m", "ocomm.launch.as_horovod", *command[flags:])
+    return (*flags, "-m", "ocomm.launch.as_horovod", *program)
 
 
 def install_horovodrun(python: str, record: Path | None = None) -> str:

@@ -127,11 +127,14 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(tmp_path, mo
             ("python", "-m", "train"),
         ),
         *(("python", "-c", "pass"), ("python",), ("python", "-u"), ("python", "-"), ("bash", "missing.sh"), ()),
+        *(("python", "-um", "train"), ("python", "-uc", "pass"), ("python", "-mtrain")),
     ):
         require_script(command)
     with pytest.raises(LaunchError) as raised:
         require_script(("python", "-W", "error", "tarin.py", "train.py"))
     assert str(raised.value) == f"there is no file 'tarin.py' in {tmp_path} for python to run."
+    with pytest.raises(LaunchError, match="no file 'm'"):
+        require_script(("python", "-W", "m", "-X", "c", "m"))
 
 
 def test_ssh_never_asks_and_uses_the_port_and_the_key():
@@ -257,13 +260,15 @@ def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
         ("python train.py --epochs 5", "python -m ocomm.launch.as_horovod train.py --epochs 5"),
         ("python3 -u -X dev train.py", "python3 -u -X dev -m ocomm.launch.as_horovod train.py"),
         ("python -m train -v", "python -m ocomm.launch.as_horovod -m train -v"),
+        ("python -Bum train -v", "python -Bu -m ocomm.launch.as_horovod -m train -v"),
+        ("python -BWerror train.py -m x", "python -B -W error -m ocomm.launch.as_horovod train.py -m x"),
     ],
 )
 def test_a_script_runs_with_horovods_names(command, started):
     assert with_horovod_names(tuple(command.split())) == tuple(started.split())
 
 
-@pytest.mark.parametrize("command", ["./train.sh", "python -c pass", "python"])
+@pytest.mark.parametrize("command", ["./train.sh", "python -c pass", "python -uc pass", "python"])
 def test_only_python_programs_run_with_horovods_names(command):
     with pytest.raises(LaunchError, match="--as-horovod"):
         with_horovod_names(tuple(command.split()))
