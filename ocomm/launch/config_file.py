@@ -64,6 +64,8 @@ def read_config_file(path: str) -> list[str]:
             content = yaml.safe_load(file)
     except OSError as error:
         raise LaunchError(f"--config-file {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"--config-file {path}: this is no text in UTF-8.") from None
     except yaml.YAMLError as error:
         raise LaunchError(f"--config-file {path}: this is not YAML: {error}") from None
     if content is None:

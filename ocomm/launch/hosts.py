@@ -43,10 +43,12 @@ def is_in_allocation(environ: Mapping[str, str]) -> bool:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Returns the hosts of the file at ``path``. Raises LaunchError if it cannot be read or is malformed."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # editors of Windows write a mark at its beginning
             text = file.read()
     except OSError as error:
         raise LaunchError(f"--hostfile {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"--hostfile {path}: this is no text in UTF-8.") from None
     return parse_hostfile(text, path)
 
 

@@ -238,6 +238,13 @@ def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, m
     assert str(caught.value) == f"--config-file c.yaml: {message}"
 
 
+def test_a_config_file_that_is_no_text_is_named(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(LaunchError, match=r"config\.yaml: this is no text in UTF-8"):
+        read_config_file(str(file))
+
+
 def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
     flags = [
         "-np",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts, place
+from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts, place, read_hostfile
 
 FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2."
 
@@ -62,3 +62,13 @@ def test_ranks_fill_the_hosts_in_order():
     hosts = parse_hosts("a:2,b:2,c:2")
     assert place(hosts, 3) == (Host("a", 2), Host("b", 1))
     assert place(hosts, 6) == hosts
+
+
+def test_a_host_file_may_begin_with_a_mark_and_must_be_text(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfa slots=2\r\n")
+    assert read_hostfile(str(path)) == (Host("a", 2),)
+    path.write_bytes(b"\xff\xfea\0")  # UTF-16
+    with pytest.raises(LaunchError) as caught:
+        read_hostfile(str(path))
+    assert str(caught.value) == f"--hostfile {path}: this is no text in UTF-8."
