@@ -26,7 +26,7 @@ from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
-from ocomm.launch.supervise import Supervisor
+from ocomm.launch.supervise import Supervisor, make_folder
 from ocomm.launch.watch import open_view
 from ocomm.telemetry.counters import parse_address
 from ocomm.telemetry.log import LEVELS
@@ -594,7 +594,7 @@ def _become(line: CommandLine) -> NoReturn:
     """Replaces this process by ``line``, so that signals and the exit code need no forwarding."""
     try:
         if line.make_directory is not None:
-            os.makedirs(line.make_directory, exist_ok=True)
+            make_folder(line.make_directory)
         # A rank that read from the terminal would wait for ever, or stop the other ranks.
         empty = os.open(os.devnull, os.O_RDONLY)
         os.dup2(empty, 0)

@@ -197,7 +197,10 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.spans_hosts:
         for name in exported_names({**request.environ, **added}):
             argv += ["-x", name]
-    return CommandLine((*argv, *request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")), added)
+    # Where the folder cannot be made the launcher starts nothing, and ends with status 0 (seen with 5.0.11). Over hosts
+    # each has its own.
+    folder = None if request.spans_hosts else request.output_directory
+    return CommandLine((*argv, *request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")), added, folder)
 
 
 def _common(request: LaunchRequest) -> dict[str, str]:
@@ -209,6 +212,11 @@ def _open_mpi_output(request: LaunchRequest, five: bool) -> list[str]:
     if five:
         directives = ["tag"] + ["timestamp"] * request.prefix_timestamp
         if request.output_directory is not None:
+            if marks := sorted({",", ":"} & {*request.output_directory}):
+                raise LaunchError(
+                    f"--output-filename {request.output_directory}: Open MPI 5 takes {' and '.join(map(repr, marks))} "
+                    "for the end of a name; choose another folder."
+                )
             directives.append(f"dir={request.output_directory}")
         return ["--output", ",".join(directives)]
     argv = ["--tag-output"] + ["--timestamp-output"] * request.prefix_timestamp

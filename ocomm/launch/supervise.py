@@ -242,7 +242,7 @@ class Supervisor:
         if self._verbose:
             _say(str(line))
         if line.make_directory is not None:
-            os.makedirs(line.make_directory, exist_ok=True)
+            make_folder(line.make_directory)
         environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
         return _Job(line.argv, environ, step, self.generations.limits.patience_s, self._view)
 
@@ -557,6 +557,15 @@ def said_by_launcher(text: str) -> tuple[dict[int, str], dict[int, str]]:
     """
     signalled = {int(rank): f"was ended by signal {number}" for rank, number in _SIGNAL.findall(text)}
     return signalled, {int(rank): f"ended with status {code}" for rank, code in _STATUS.findall(text)}
+
+
+def make_folder(path: str) -> None:
+    """Makes the folder for the output of ranks. Raises LaunchError if it cannot be made or written to."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=path))
+    except OSError as error:
+        raise LaunchError(f"--output-filename {path}: {error.strerror}; nothing was started.") from None
 
 
 def _stat(pid: int) -> list[str]:

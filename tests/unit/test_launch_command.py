@@ -238,6 +238,11 @@ def test_from_64_hosts_on_ssh_goes_straight_to_each():
     assert "--prtemca plm_ssh_no_tree_spawn 1 --prtemca plm_ssh_num_concurrent 64" in line
 
 
+@pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL_MPI, SRUN], ids=str)
+def test_the_folder_for_output_on_this_machine_is_made_first(launcher: Launcher):
+    assert build(local(output_directory="/out"), launcher).make_directory == "/out"
+
+
 def test_the_printed_line_can_be_pasted():
     line = CommandLine(("/x/mpirun", "my script.py"), {"A": "b c"})
     assert str(line) == "A='b c' /x/mpirun 'my script.py'"
@@ -295,6 +300,12 @@ def test_every_variable_travels_but_those_of_this_host_or_process():
             SRUN,
             "-H a:2,b:2: srun puts the same number of ranks on each host; give each the same number, or leave -H out "
             "and let the allocation decide.",
+        ),
+        (
+            local(output_directory="/runs/12:30,a"),
+            OPEN_MPI_5,
+            "--output-filename /runs/12:30,a: Open MPI 5 takes ',' and ':' for the end of a name; choose another "
+            "folder.",
         ),
         (
             local(ssh_port=22),

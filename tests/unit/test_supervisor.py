@@ -90,6 +90,16 @@ def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypa
     supervise._say("something")
 
 
+def test_a_folder_for_output_is_made_or_named(tmp_path: Path) -> None:
+    supervise.make_folder(str(tmp_path / "a" / "b"))
+    supervise.make_folder(str(tmp_path / "a" / "b"))
+    assert not list((tmp_path / "a" / "b").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError) as caught:
+        supervise.make_folder(str(tmp_path / "file" / "c"))
+    assert str(caught.value) == f"--output-filename {tmp_path}/file/c: Not a directory; nothing was started."
+
+
 def supervisor_of(*hosts: Host, ask: Callable[[Sequence[str]], Sequence[HostState]]) -> Supervisor:
     limits = Limits(1, 1, cooldown_s=(1000.0, 1000.0), discovers=True)
     return Supervisor(LaunchRequest(1, ("true",)), Launcher(Flavour.OPEN_MPI_5, "mpirun", "5"), limits, ask, hosts)
