@@ -170,12 +170,8 @@ class CompressedOptimizer(HasRankState):
         self._connect(session)
         #: Parameters without a hook, because a frozen one cannot have any.
         self._unhooked = list(range(len(self._parameters)))
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(guard_step(self)),
-            optimizer.register_load_state_dict_pre_hook(_guard_loading(self)),
-            optimizer.register_state_dict_post_hook(_whole_state(self)),
-        ]
-        weakref.finalize(self, _remove, self._handles)
+        self._handles = stand_for_inner(self, optimizer)
+        weakref.finalize(self, remove_hooks, self._handles)
         self._hook_parameters()
         add_watcher(self)
 
@@ -216,7 +212,7 @@ class CompressedOptimizer(HasRankState):
             self.load_rank_state_dict(kept[1])
 
     def disconnect(self) -> None:
-        _remove(self._handles)
+        remove_hooks(self._handles)
 
     # The current parameters
 
@@ -727,7 +723,18 @@ def _numbers(value: Any) -> Hashable:
     return float(value) if is_number else 0.0
 
 
-def guard_step(optimizer: HasRankState) -> Callable[..., None]:
+def stand_for_inner(optimizer: HasRankState, inner: torch.optim.Optimizer) -> list[Any]:
+    """Makes the wrapped optimizer ``inner`` save the state of ``optimizer``, and refuse steps and loads by others.
+    Returns the handles of its hooks.
+    """
+    return [
+        inner.register_step_pre_hook(_guard_step(optimizer)),
+        inner.register_load_state_dict_pre_hook(_guard_loading(optimizer)),
+        inner.register_state_dict_post_hook(_whole_state(optimizer)),
+    ]
+
+
+def _guard_step(optimizer: HasRankState) -> Callable[..., None]:
     """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
     good.
     """
@@ -745,7 +752,7 @@ def guard_step(optimizer: HasRankState) -> Callable[..., None]:
     return before_step
 
 
-def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
+def _guard_loading(optimizer: HasRankState) -> Callable[..., None]:
     """Returns a hook for the wrapped optimizer that raises if it loads a state, which this one would not get."""
     reference = weakref.ref(optimizer)
 
@@ -760,8 +767,8 @@ def _guard_loading(optimizer: CompressedOptimizer) -> Callable[..., None]:
     return before_load
 
 
-def _whole_state(optimizer: CompressedOptimizer) -> Callable[..., Any]:
-    """Returns a hook that makes the wrapped optimizer, which has no moments any more, save the state of this one."""
+def _whole_state(optimizer: HasRankState) -> Callable[..., Any]:
+    """Returns a hook that makes the wrapped optimizer, which alone has a part of the state, save that of this one."""
     reference = weakref.ref(optimizer)
 
     def after_state_dict(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -794,7 +801,8 @@ def check_steps_without_closure(optimizer: torch.optim.Optimizer, wrapper: str) 
         )
 
 
-def _remove(handles: list[Any]) -> None:
+def remove_hooks(handles: list[Any]) -> None:
+    """Removes the hooks of ``handles``."""
     for handle in handles:
         handle.remove()
 

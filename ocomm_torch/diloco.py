@@ -33,9 +33,10 @@ from ocomm_torch.compressed import (
     check_steps_without_closure,
     copied,
     documented,
-    guard_step,
     named,
+    remove_hooks,
     settings_of,
+    stand_for_inner,
 )
 from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
@@ -140,8 +141,8 @@ class DiLoCo(HasRankState):
             # Buffers count in no norm.
             self.grid = grid and replace(grid, counted=(*grid.counted, *[False] * len(buffers)))
         self._connect(session)
-        self._guard = optimizer.register_step_pre_hook(guard_step(self))
-        weakref.finalize(self, self._guard.remove)
+        self._handles = stand_for_inner(self, optimizer)
+        weakref.finalize(self, remove_hooks, self._handles)
 
     def _connect(self, session: sessions.Session) -> None:
         """Makes a new driver, which has taken no step, in the current job."""
@@ -166,7 +167,7 @@ class DiLoCo(HasRankState):
             self.load_rank_state_dict(kept[1])
 
     def disconnect(self) -> None:
-        self._guard.remove()
+        remove_hooks(self._handles)
 
     # For the driver
 

@@ -469,6 +469,28 @@ def test_it_goes_on_from_the_state_of_the_plain_optimizer() -> None:
     run_ranks(1, body)
 
 
+def test_the_wrapped_optimizer_saves_the_whole_state_and_loads_none_alone() -> None:
+    def body(session: Session) -> str:
+        run = Run(rank_of(session), sync_every=3)
+        run.train(1, 4)
+        saved = run.inner.state_dict()
+        assert saved["ocomm"]["checksum"] == run.optimizer.state_dict()["ocomm"]["checksum"]
+        with pytest.raises(InvalidRequestError) as raised:
+            run.inner.load_state_dict(saved)
+        after = Run(rank_of(session), sync_every=3)
+        after.optimizer.load_state_dict(saved)
+        after.optimizer.load_rank_state_dict(run.optimizer.rank_state_dict())
+        assert after.train(5, 7) == run.train(5, 7)
+        run.optimizer.disconnect()
+        run.inner.load_state_dict(run.inner.state_dict())
+        return str(raised.value)
+
+    assert run_ranks(2, body) == 2 * [
+        "load_state_dict() of the AdamW that DistributedDiLoCo wraps was called, which would change nothing here; call "
+        "load_state_dict() of the DistributedDiLoCo, or load before you wrap."
+    ]
+
+
 def test_an_elastic_state_returns_to_what_was_committed() -> None:
     def body(session: Session) -> None:
         model = torch.nn.Linear(4, 2)
