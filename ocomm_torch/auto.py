@@ -125,6 +125,8 @@ class Auto(HasRankState):
         self.candidates = []
         self._computed: list[float] = []
         self._step_ended: float | None = None
+        #: Steps taken since measuring began, in this process.
+        self._watched = 0
         self._is_decided = api.size() == 1
         #: None where nothing has to be decided.
         self._place = None if self._is_decided else _place()
@@ -252,7 +254,8 @@ class Auto(HasRankState):
                 self._computed.append(computed + ended - arrived)
         self._step_ended = ended
         self.steps += 1
-        if self.steps - self._begun_at >= MEASURED_STEPS:
+        self._watched += 1
+        if self._watched >= MEASURED_STEPS:
             self._decide()
 
     def _decide(self) -> None:
@@ -337,7 +340,7 @@ class Auto(HasRankState):
             full["ocomm"] = {"steps": self.steps, "checksum": fingerprint(to_numpy(full["state"]), kernels)}
         full["auto"] = {
             "method": self.method.name,
-            "is_decided": self._is_decided,
+            "is_decided": bool(self.decision),  # one rank has nothing to decide, and more ranks may go on
             "steps": self.steps,
             "begun_at": self._begun_at,
             "total_steps": self.total_steps,
@@ -347,7 +350,8 @@ class Auto(HasRankState):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``state_dict``, and goes on with its method, whatever the network. All ranks load the
-        same state. Collective if the method is another one.
+        same state. Collective if the method is another one. If nothing was decided before, as on one rank, the next
+        four steps are measured.
 
         Raises:
             CheckpointError: The state has no choice of a method, or is of a method that does not exist.
@@ -365,6 +369,7 @@ class Auto(HasRankState):
             self._use(method)
         self._begun_at, self.steps = int(saved["begun_at"]), int(saved["steps"])
         self._is_decided, self.decision = bool(saved["is_decided"]) or api.size() == 1, str(saved["decision"])
+        self._computed, self._step_ended, self._watched = [], None, 0  # what was measured is not saved
         if not isinstance(self._optimizer, HasRankState):
             del rest["ocomm"]
         self._optimizer.load_state_dict(rest)

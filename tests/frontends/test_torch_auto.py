@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,37 @@ def test_a_scheduler_of_either_object_sets_the_rate_of_every_method(
 
     for rates in run_ranks(2, body):
         assert rates == [1e-2, 1e-2, 5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
+
+
+@pytest.mark.parametrize(("ranks", "at"), [(1, 7), (2, 3)])
+def test_a_run_that_goes_on_before_anything_was_decided_measures_four_steps(
+    ranks: int, at: int, network: float, only: Callable[[str], None]
+) -> None:
+    only("1-bit Adam")
+
+    def before(session: Session) -> dict[str, Any]:
+        run = Run(rank_of(session))
+        run.train(1, at)
+        return {"values": [p.detach().clone() for p in run.parameters], "state": run.optimizer.state_dict()}
+
+    saved = run_ranks(ranks, before)[0]
+
+    def body(session: Session) -> list[tuple[str, int]]:
+        run = Run(rank_of(session))
+        with torch.no_grad():
+            for p, value in zip(run.parameters, saved["values"], strict=True):
+                p.copy_(value)
+        run.optimizer.load_state_dict(copy.deepcopy(saved["state"]))  # torch takes over the tensors that it loads
+        found = []
+        for step in range(at + 1, at + 6):
+            run.train(step, step)
+            found.append((run.optimizer.method.name, len(run.optimizer._computed)))
+        assert run.optimizer.steps == at + 5
+        return found
+
+    for found in run_ranks(2, body):
+        assert [name == "1-bit Adam" for name, _ in found] == [False, False, False, True, True]
+        assert found[3][1] == 3  # the first step of a process is not measured
 
 
 @pytest.mark.parametrize("at", [2, 9])
