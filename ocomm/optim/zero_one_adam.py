@@ -715,6 +715,9 @@ class ZeroOneAdam(Core):
             self._leave_sync(local, "update" in flat)
         self._interval_lr[:], self._interval_decay[:] = plain["interval_lr"], plain["interval_decay"]
         self._waits[:] = plain["waits"]
+        # Where errors were redistributed, each rank has a part of what waited on others.
+        for tensor in np.flatnonzero(self.stage != Stage.COMPRESSED).tolist():
+            self._waits[tensor] |= self.param_memory.host(self.error[self.local_span(tensor)]).any()
         for tensor in np.flatnonzero(local).tolist():
             span = self.flat_span(tensor)
             self.momentum[span] = flat["momentum"][span]

@@ -320,6 +320,40 @@ def late_on_one_rank(step: int, rank: int) -> Sequence[np.ndarray | None]:
     return [*found[:2], found[2] if step >= 30 or (step == local and rank == 1) else None, found[3]]
 
 
+@pytest.mark.parametrize("has_it", [0, 1])
+def test_a_gradient_that_waits_on_one_rank_waits_on_all_where_errors_are_redistributed(has_it: int) -> None:
+    local = next(step for step in range(14, 31) if not simulated_sync(step))
+
+    def late(step: int, rank: int) -> Sequence[np.ndarray | None]:
+        found = gradients(step, rank)
+        return [*found[:2], found[2] if step == local and rank == has_it else None, found[3]]
+
+    def before(session: Session) -> dict[str, Any]:
+        run = Run(rank_of(session))
+        run.steps(1, local, late)
+        state, own = run.optimizer.state_dict(), run.optimizer.rank_state_dict()
+        return {"values": [p.detach().clone() for p in run.parameters], "state": state, "own": own}
+
+    saved = run_ranks(2, before)
+
+    def after(session: Session) -> tuple[str, list[np.ndarray]]:
+        run = Run(rank_of(session), block_size=64)
+        with torch.no_grad():
+            for p, value in zip(run.parameters, saved[0]["values"], strict=True):
+                p.copy_(value)
+        run.optimizer.load_state_dict(saved[0]["state"])
+        done = run.optimizer.load_rank_state_dict([each["own"] for each in saved])
+        core = run.optimizer._driver.core
+        waiting = [core.error[core.local_span(2)].copy()]
+        sync = next(step for step in range(local + 1, 40) if simulated_sync(step))
+        run.steps(local + 1, sync + 1, late)
+        return done["rank_state"], [*waiting, core.error[core.local_span(2)]]
+
+    for how, (waited, waits) in run_ranks(2, after):
+        assert how == "re-sharded" and waited.any()
+        np.testing.assert_array_equal(waits, waited)
+
+
 def test_all_parameters_are_compared_in_as_many_steps_as_with_votes() -> None:
     """A rank writes into a parameter at a sync; votes are rarer, and compare as much more."""
     within = 8
