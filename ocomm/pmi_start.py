@@ -72,6 +72,7 @@ class PmiStart:
         self.is_on_one_host: bool = job["is_on_one_host"]
         self._client = PmiClient(job["addresses"], bytes.fromhex(job["key"]), launch.rank, launch.size)
         self._client.enter()
+        self._has_entered = False
 
     def _begin(self, members: Sequence[Member], settings: Settings) -> Mapping[str, Any]:
         """Starts the service, and returns what the ranks must know of it. Called on rank 0 when all ranks have come."""
@@ -94,8 +95,10 @@ class PmiStart:
         return {**job, "addresses": [f"{each}:{port}" for each in addresses], "is_on_one_host": is_on_one_host}
 
     def entered(self) -> None:
-        """Tells the service that this rank has come out of MPI_Init. Called after it."""
-        self._client.entered()
+        """Tells the service that this rank has come out of MPI_Init. Called after it; again, it does nothing."""
+        if not self._has_entered:
+            self._has_entered = True
+            self._client.entered()
 
     def leave(self) -> None:
         """Prepares the connections for their end in MPI_Finalize. Called before it."""
