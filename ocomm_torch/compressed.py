@@ -40,7 +40,7 @@ from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder, is_dense
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
 from ocomm_torch.naming import NamesParameters
-from ocomm_torch.placement import offloaded, placement
+from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
 from ocomm_torch.watched import add_watcher
@@ -119,29 +119,13 @@ class CompressedOptimizer(HasRankState):
         super().__init__(optimizer)
         axis = process_set if isinstance(process_set, DataAxis) else None
         self._local = LocalTensors(self._parameters, axis is not None)
-        for index, parameter in self._local.inside.items():
-            assert axis is not None
-            axis.check(type(self).__name__, self._names[index], parameter, self.needs_whole_tensors)
         #: What is exchanged and stepped: the parameters, and the tensors inside those that are DTensors.
         self._tensors = self._local.tensors
-        for name, tensor in zip(self._names, self._tensors, strict=True):
-            self._check_parameter(name, tensor)
+        self._check_parameters(axis)
         self._orders = [MemoryOrder(p) for p in self._tensors]
-        place = placement(self._names, self._tensors, session)
-        _check_storage(self._names, self._tensors)
-        memory.check(f"Distributed{type(self).__name__}", common, place.is_device, bool(self._local.inside))
-        assert session.kernels is not None
-        numel = sum(tensor.numel() for tensor in self._tensors)
-        self._placement = offloaded(
-            place, memory.offload, session.kernels, self._tensors, self.most_state_nbytes * numel
-        )
+        self._placement = self._place(session, memory)
         if self._placement.offloads:  # as on a device: the host would have to wait to read a gradient again
             self._common = replace(common, verify="version")
-        if self._placement.is_device and not self.trains_on_devices:
-            raise InvalidRequestError(
-                f"Distributed{type(self).__name__} makes its steps in the host's memory only, and "
-                f"'{self._names[0]}' is on {self._tensors[0].device}: pass offload=True."
-            )
         #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
@@ -174,6 +158,29 @@ class CompressedOptimizer(HasRankState):
         weakref.finalize(self, remove_hooks, self._handles)
         self._hook_parameters()
         add_watcher(self)
+
+    def _check_parameters(self, axis: DataAxis | None) -> None:
+        """Raises InvalidRequestError for a parameter that this optimizer cannot train."""
+        for index, parameter in self._local.inside.items():
+            assert axis is not None
+            axis.check(type(self).__name__, self._names[index], parameter, self.needs_whole_tensors)
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            self._check_parameter(name, tensor)
+
+    def _place(self, session: sessions.Session, memory: MemoryOptions) -> Placement:
+        """Returns where parameters and state are. Raises InvalidRequestError if this optimizer cannot train there."""
+        assert session.kernels is not None
+        place = placement(self._names, self._tensors, session)
+        _check_storage(self._names, self._tensors)
+        memory.check(f"Distributed{type(self).__name__}", self._common, place.is_device, bool(self._local.inside))
+        nbytes = self.most_state_nbytes * sum(tensor.numel() for tensor in self._tensors)
+        chosen = offloaded(place, memory.offload, session.kernels, self._tensors, nbytes)
+        if chosen.is_device and not self.trains_on_devices:
+            raise InvalidRequestError(
+                f"Distributed{type(self).__name__} makes its steps in the host's memory only, and "
+                f"'{self._names[0]}' is on {self._tensors[0].device}: pass offload=True."
+            )
+        return chosen
 
     def _connect(self, session: sessions.Session) -> None:
         """Makes a new driver, which has taken no step, in the current job."""
