@@ -130,16 +130,7 @@ class StepComparison:
 
     def finish(self) -> None:
         """Waits for all rows. Raises MismatchError, on all ranks, that names what differs."""
-        handle, self._handle = self._handle, None
-        assert handle is not None
-        try:
-            handle.wait()
-        except MismatchError as error:
-            raise MismatchError(
-                f"{self._title}: the ranks do not average gradients in the same way. Pass the same compression on all "
-                f"ranks. ({error})"
-            ) from None
-        rows = self._rows[self._rows["count"] > 0]
+        rows = self._wait()
         counts = rows["count"].astype(np.int64) - 1
         last = int(counts.max())
         self._count = last + 1
@@ -148,34 +139,13 @@ class StepComparison:
         is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
         if last == 0:
             self._at_first = self._rows["parameters"].copy()
-        elif last == 1 and is_unequal:
-            has_stepped = bool((rows["parameters"] != self._at_first[self._rows["count"] > 0]).any())
-            if has_stepped:
-                self._count_unequal_step()
-            # Ranks that began unequal may still be made equal: nobody has taken a step, or few steps were taken.
-            if not has_stepped or self._unequal_steps <= GRACE:
-                is_unequal, self._count = False, 1  # this comparison is made again
-        own = rows["own"]
-        if self._count > 1 and in_step and rows.size > 1 and own[0] and (own == own[0]).all():
-            self._alike_steps += 1
-            if self._alike_steps == LOOKED_AT == last and self._rank == 0:
-                say_alike(self._title, self._framework)
-        if last == 0 and in_step and (own != own[0]).any():
-            self._is_alike = False
-            if self._rank == 0:
-                # The other ranks are not asked: they may be in another optimizer's step, and a warning must not wait.
-                ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
-                is_other = own != own[0]
-                _log.warning(
-                    "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their "
-                    "parameters will differ in the last digits, and are not compared in later steps. Broadcast "
-                    "them now and then.%s",
-                    self._title,
-                    ranks[~is_other].tolist(),
-                    self._way,
-                    ranks[is_other].tolist(),
-                    " They differ already, before the first step." if _differ(rows["parameters"]) else "",
-                )
+            if in_step and _differ(rows["own"]):
+                self._is_alike = False
+                self._warn_of_rounding(rows)
+        elif last == 1 and is_unequal and self._may_still_be_made_alike(rows):
+            is_unequal, self._count = False, 1  # this comparison is made again
+        if self._count > 1 and in_step:
+            self._look_at_gradients(rows["own"], last)
         if _differ(rows["options"]):
             raise MismatchError(self._said(rows, self._options(), "the ranks' hyperparameters differ", "have") + (
                 " Give all ranks the same optimizer settings, and schedule from what is the same everywhere: average a "
@@ -189,6 +159,51 @@ class StepComparison:
                 f"{self._said(rows, self._describe(), what, 'hold')} {self._made_alike}, and after anything that one "
                 "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
             )
+
+    def _wait(self) -> NDArray[np.void]:
+        """Returns the rows of the ranks that take part, once all have arrived."""
+        handle, self._handle = self._handle, None
+        assert handle is not None
+        try:
+            handle.wait()
+        except MismatchError as error:
+            raise MismatchError(
+                f"{self._title}: the ranks do not average gradients in the same way. Pass the same compression on all "
+                f"ranks. ({error})"
+            ) from None
+        return self._rows[self._rows["count"] > 0]
+
+    def _warn_of_rounding(self, rows: NDArray[np.void]) -> None:
+        """Says on rank 0 that replicas will differ in their last digits. The other ranks are not asked: they may be in
+        another optimizer's step, and a warning must not wait.
+        """
+        if self._rank:
+            return
+        ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
+        is_other = rows["own"] != rows["own"][0]
+        _log.warning(
+            "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their parameters "
+            "will differ in the last digits, and are not compared in later steps. Broadcast them now and then.%s",
+            self._title,
+            ranks[~is_other].tolist(),
+            self._way,
+            ranks[is_other].tolist(),
+            " They differ already, before the first step." if _differ(rows["parameters"]) else "",
+        )
+
+    def _may_still_be_made_alike(self, rows: NDArray[np.void]) -> bool:
+        """Returns True for ranks that began unequal if nobody has taken a step, or few steps were taken."""
+        has_stepped = bool((rows["parameters"] != self._at_first[self._rows["count"] > 0]).any())
+        if has_stepped:
+            self._count_unequal_step()
+        return not has_stepped or self._unequal_steps <= GRACE
+
+    def _look_at_gradients(self, own: NDArray[np.uint64], step: int) -> None:
+        """Counts steps in which all ranks had the same gradients of their own; rank 0 warns if the first ones were."""
+        if own.size > 1 and own[0] and (own == own[0]).all():
+            self._alike_steps += 1
+            if self._alike_steps == LOOKED_AT == step and self._rank == 0:
+                say_alike(self._title, self._framework)
 
     def _count_unequal_step(self) -> None:
         """Counts a step after which replicas that began unequal are still so; rank 0 warns of the first."""
