@@ -33,9 +33,16 @@ def read(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # Torch's readers raise RuntimeError, EOFError, UnpicklingError, OSError and others
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {reason}") from error
+    except Exception as error:
+        raise unreadable(os.fspath(path), error) from error
+
+
+def unreadable(name: str, error: Exception) -> CheckpointError:
+    """Returns the error for a file that cannot be read. Torch's readers raise RuntimeError, EOFError, UnpicklingError,
+    OSError and others, most of which do not name the file.
+    """
+    reason = str(error).strip().split("\n")[0]
+    return CheckpointError(f"{name} cannot be read: {type(error).__name__}: {reason}")
 
 
 def rank_source(given: Any, ranks: int) -> Source:

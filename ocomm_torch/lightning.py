@@ -325,8 +325,8 @@ class OcommStrategy(DDPStrategy):
                 except FileNotFoundError:
                     found = None
                 # A run that was stopped between two files has left one of an older checkpoint of the same name.
-                is_of_this = found is not None and found.get("global_step") == checkpoint["global_step"]
-                last[rank] = found if is_of_this else None
+                is_old = isinstance(found, Mapping) and found.get("global_step") != checkpoint["global_step"]
+                last[rank] = None if is_old else found
             return last[rank]
 
         def name(rank: int) -> str:

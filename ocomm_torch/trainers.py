@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ocomm.api import rank
-from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.errors import CheckpointError, InvalidRequestError, OcommError
 from ocomm.training.resume import Source
 from ocomm_torch.auto import Auto
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.checkpoint import read, to_numpy
+from ocomm_torch.checkpoint import read, to_numpy, unreadable
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
@@ -139,14 +139,19 @@ def load_rank_states(
         What was done with each optimizer, as ``load_rank_state_dict`` returns it.
 
     Raises:
-        CheckpointError: A state is damaged or of another run.
+        CheckpointError: A state cannot be read, is damaged or of another run.
     """
     for position, optimizer in enumerate(compressed(optimizers)):
         if not optimizer.awaits_rank_state:
             continue  # what it has loaded is of a run without ocomm, whose Adam goes on
 
         def read_one(rank: int, position: int = position) -> Any:
-            found = read(rank)
+            try:
+                found = read(rank)
+            except OcommError:
+                raise
+            except Exception as error:  # a trainer's own reader
+                raise unreadable(name(rank), error) from error
             if found is None:
                 return None
             states = found.get("optimizers") if isinstance(found, Mapping) else None

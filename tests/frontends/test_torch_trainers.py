@@ -71,6 +71,11 @@ def test_a_trainer_clips_averages_only() -> None:
 def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
     files: dict[int, Any] = {}
 
+    def cut_off(rank: int) -> Any:
+        if rank == 1:
+            raise OSError("Invalid argument")  # what Torch says of half a file
+        return files[rank]
+
     def body(session: Session) -> None:
         def train(optimizer: Any, module: torch.nn.Module, steps: range) -> str:
             for step in steps:
@@ -94,6 +99,9 @@ def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
         optimizer.load_state_dict(saved[1])
         with pytest.raises(CheckpointError, match="has no rank state of optimizer 0"):
             list(trainers.load_rank_states([optimizer], lambda rank: {"optimizers": []}, str, 2))
+        optimizer.load_state_dict(saved[1])
+        with pytest.raises(CheckpointError, match="file of 1 cannot be read: OSError: Invalid argument"):
+            list(trainers.load_rank_states([optimizer], cut_off, lambda rank: f"file of {rank}", 2))
         optimizer.load_state_dict(saved[1])
         (done,) = trainers.load_rank_states([optimizer], files.get, str, 2)
         assert done["rank_state"] == "loaded"
