@@ -343,7 +343,6 @@ class Auto(HasRankState):
             "is_decided": bool(self.decision),  # one rank has nothing to decide, and more ranks may go on
             "steps": self.steps,
             "begun_at": self._begun_at,
-            "total_steps": self.total_steps,
             "decision": self.decision,
         }
         return full
@@ -351,7 +350,7 @@ class Auto(HasRankState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``state_dict``, and goes on with its method, whatever the network. All ranks load the
         same state. Collective if the method is another one. If nothing was decided before, as on one rank, the next
-        four steps are measured.
+        four steps are measured. ``total_steps`` is that of this optimizer, so a run may be made longer.
 
         Raises:
             CheckpointError: The state has no choice of a method, or is of a method that does not exist.
@@ -364,7 +363,7 @@ class Auto(HasRankState):
             )
         method = _BY_NAME[saved["method"]]
         rest = {key: value for key, value in state_dict.items() if key != "auto"}
-        self.total_steps, self.steps = int(saved["total_steps"]), int(saved["begun_at"])
+        self.steps = int(saved["begun_at"])
         if method is not self.method or method.takes_total_steps:
             self._use(method)
         self._begun_at, self.steps = int(saved["begun_at"]), int(saved["steps"])

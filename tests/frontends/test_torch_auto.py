@@ -235,6 +235,26 @@ def test_a_saved_run_goes_on_with_its_method_bit_for_bit(
         assert found == expected
 
 
+@pytest.mark.parametrize("longer", [47, 49])
+def test_a_run_that_is_made_longer_ends_with_a_sync(longer: int, network: float, only: Callable[[str], None]) -> None:
+    only("0/1 Adam")
+
+    def body(session: Session) -> tuple[str, bool]:
+        rank = rank_of(session)
+        run, again = Run(rank, total_steps=20), Run(rank, total_steps=longer)
+        run.train(1, 16)
+        with torch.no_grad():
+            for p, q in zip(run.parameters, again.parameters, strict=True):
+                q.copy_(p)
+        again.optimizer.load_state_dict(run.optimizer.state_dict())
+        again.optimizer.load_rank_state_dict(run.optimizer.rank_state_dict())
+        last = again.train(17, longer)[-1]
+        return last, again.optimizer.compression_report()["synced"]
+
+    first, second = run_ranks(2, body)
+    assert first == second and first[1]
+
+
 def test_what_cannot_be_is_refused(network: float) -> None:
     def body(session: Session) -> None:
         rank = rank_of(session)
