@@ -124,7 +124,8 @@ class HasRankState(CollectiveStep):
         Args:
             state: The result of this rank's ``rank_state_dict``; or a list of those of all ranks, which may be another
                 number of ranks; or a path to what ``torch.save`` wrote of them, with ``{rank}`` in the place of the
-                rank; or None if it is lost; or, for an elastic state, a ``resume.Source``.
+                rank, ``process_set.rank()`` where the optimizer has a process set; or None if it is lost; or, for an
+                elastic state, a ``resume.Source``.
 
         Returns:
             What was done, which ``compression_report()["resumed"]`` reports, too: ``rank_state`` is ``"loaded"``,
