@@ -337,6 +337,7 @@ class Auto(HasRankState):
             kernels = sessions.current().kernels
             assert kernels is not None
             full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
+            full["param_groups"] = list(map(copied, full["param_groups"]))
             full["ocomm"] = {"steps": self.steps, "checksum": fingerprint(to_numpy(full["state"]), kernels)}
         full["auto"] = {
             "method": self.method.name,

@@ -540,6 +540,7 @@ class CompressedOptimizer(HasRankState):
         self._placement.arrive()
         full = dict(super().state_dict())
         state = full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
+        full["param_groups"] = list(map(copied, full["param_groups"]))
         # Parameters are numbered as here: group by group, each once.
         for tensor, parameter in enumerate(self._tensors):
             moments = self._driver.saved_moments(tensor)
@@ -711,7 +712,9 @@ def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, 
 
 
 def copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state of one parameter, which later steps do not change."""
+    """Returns an optimizer's state of one parameter, or a param group of a state, which later steps and schedulers do
+    not change.
+    """
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
 
 

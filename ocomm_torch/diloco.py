@@ -368,6 +368,7 @@ class DiLoCo(HasRankState):
         self._require_own_parameters("state_dict()")
         full = dict(super().state_dict())
         full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
+        full["param_groups"] = list(map(copied, full["param_groups"]))
         full["ocomm"] = to_torch(self._driver.state())
         return full
 

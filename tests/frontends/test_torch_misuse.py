@@ -13,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ocomm.api import Adasum, Average, Sum
 from ocomm.errors import InvalidRequestError
+from ocomm.session import Session
+from ocomm_torch.auto import DistributedAuto
 from ocomm_torch.birder import DistributedBirder
 from ocomm_torch.compression import Compression
+from ocomm_torch.diloco import DistributedDiLoCo
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -40,6 +43,27 @@ def test_state_dict_of_the_wrapped_optimizer_is_that_of_the_distributed_one(kind
         assert "ocomm" in inner.state_dict()
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        DistributedOneBitAdam,
+        functools.partial(DistributedOptimizer, compression=Compression.int8),
+        DistributedDiLoCo,
+        functools.partial(DistributedAuto, total_steps=9),
+    ],
+)
+def test_a_scheduler_of_a_rate_that_is_a_tensor_does_not_change_saved_states(wrap: Any) -> None:
+    def body(session: Session) -> list[float]:
+        optimizer = wrap(torch.optim.Adam(make_parameters(), lr=torch.tensor(0.5)))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        saved = optimizer.state_dict()
+        optimizer.step()
+        scheduler.step()
+        return [float(state["param_groups"][0]["lr"]) for state in (saved, optimizer.state_dict())]
+
+    assert run_ranks(1, body) == [[0.5, 0.25]]
 
 
 def same(one: Any, other: Any) -> None:
