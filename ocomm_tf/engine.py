@@ -249,6 +249,10 @@ def gather(
 
     Returns the results, and the rows of all ranks, of shape (number of tensors, ranks), int64.
     """
+    if splits is not None and not splits.dtype.is_integer and splits.shape != (0,):  # an empty list is float32
+        raise InvalidRequestError(
+            f"tensor '{call.name or label}': alltoall expects splits of whole numbers, got {splits.dtype.name}."
+        )
     extra = [tf.zeros([0], tf.int64) if splits is None else tf.cast(splits, tf.int64)]
     *outputs, rows = _create("OcommGather", call, tensors, extra, label)
     for output, tensor in zip(outputs, tensors, strict=True):

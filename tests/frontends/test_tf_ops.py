@@ -227,6 +227,14 @@ class TestErrors:
 
         run_ranks(1, body)
 
+    @WAYS
+    def test_splits_that_are_not_whole_numbers_are_refused(self, way: Any) -> None:
+        def body(session: Session) -> None:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="splits of whole numbers, got float32"):
+                way(lambda: hvd.alltoall(tf.range(3), splits=[1.5, 1.5]))()
+
+        run_ranks(2, body)
+
     def test_jit_compile_is_refused_with_what_to_do(self) -> None:
         def body(session: Session) -> None:
             with pytest.raises(InvalidRequestError, match=r"Use model.compile\(..., jit_compile=False\) in Keras"):
