@@ -6,7 +6,8 @@
     `-- MismatchError, StallError, PeerError, NonFiniteError
 
 A graph reports an error only by a status code and a text: it raises TensorFlow's class, with a message that begins with
-the name of ocomm's.
+the name of ocomm's. While a graph is traced the classes are those above: AutoGraph leaves an error with
+``ag_pass_through`` as it is, and would raise a StagingError in the place of any other.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def _message_of(arguments: tuple[Any, ...]) -> str:
 class InvalidRequestError(errors.InvalidRequestError, tf.errors.InvalidArgumentError):
     """A call is wrong on this rank alone; raised before anything is sent."""
 
+    ag_pass_through = True
+
     def __init__(self, *arguments: Any) -> None:
         message = _message_of(arguments)
         tf.errors.InvalidArgumentError.__init__(self, None, None, message)
@@ -49,6 +52,8 @@ class UnsupportedError(errors.UnsupportedError, InvalidRequestError):
 
 class HorovodInternalError(errors.HorovodInternalError, tf.errors.FailedPreconditionError):
     """A collective failed."""
+
+    ag_pass_through = True
 
     def __init__(self, *arguments: Any) -> None:
         message = _message_of(arguments)

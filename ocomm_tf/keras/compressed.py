@@ -29,6 +29,7 @@ from ocomm.training.driver import Driver
 from ocomm.training.resume import Source
 from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import scaled
+from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
 from ocomm_tf.keras.driven import Driven, State, check_unused
 from ocomm_tf.keras.frontend import KerasFrontend
@@ -171,7 +172,8 @@ class Compressed(Driven):
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """Applies gradients like the wrapped optimizer; all ranks make the step together."""
         refuse_loss_scaling_outside(_AgreedLossScale)
-        return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
+        with of_tensorflow():
+            return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
         """Clips like the wrapped optimizer, but sums: Keras has averaged over ``backward_passes_per_step``."""

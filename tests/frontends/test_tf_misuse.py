@@ -127,3 +127,29 @@ def test_eager_calls_without_a_name_that_come_in_two_orders_are_refused() -> Non
                 ocomm_tf.allreduce(one)
 
     run_ranks(2, body)
+
+
+def _by_tape(variable: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable)
+    ocomm_tf.DistributedGradientTape(tape).gradient(loss, [variable])
+
+
+def _by_optimizer(variable: Any) -> None:
+    hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=hvd.Compression.int8).apply([variable], [variable])
+
+
+def _by_one_bit_adam(variable: Any) -> None:
+    freeze_step = 2 + int(variable.shape[0])
+    adam = hvd.DistributedOneBitAdam(keras.optimizers.Adam(), freeze_step=freeze_step)
+    adam.apply([tf.ones([4])], [tf.Variable(tf.ones([4]))])
+
+
+@pytest.mark.parametrize("use", [_by_tape, _by_optimizer, _by_one_bit_adam])
+def test_an_error_while_autograph_traces_a_graph_keeps_its_class(use: Any) -> None:
+    def body(session: Session) -> None:
+        variable = tf.Variable(tf.ones([2 + hvd.rank()]))
+        with pytest.raises(ocomm_tf.errors.MismatchError):
+            tf.function(use)(variable)
+
+    run_ranks(2, body)
