@@ -119,7 +119,7 @@ class DDPModule:
             queue(lambda: queue(end))
         except RuntimeError:  # outside a backward pass
             raise InvalidRequestError(
-                f"DDP's join() calls the hook of {self._optimizer} for a rank without batches. {EQUALLY_MANY}"
+                f"DDP's join() calls the hook of {self._optimizer} for a rank without batches. {EQUALLY_MANY['torch']}"
             ) from None
         self._is_queued = True
 

@@ -15,12 +15,18 @@ from ocomm.errors import OcommError, PeerError, StallError
 _log = logging.getLogger("ocomm")
 #: A rank that left in order has sent everything before; what has not arrived after this long was never sent.
 _GRACE_S = 5.0
-#: What to do where a rank has taken fewer steps than others, or has called join().
-EQUALLY_MANY = (
+_EQUALLY_MANY = (
     "All ranks must take equally many steps; join() does not step a 1-bit optimizer for a rank that has no more "
-    "batches. Stop all ranks after the smallest number, int(allreduce(torch.tensor(len(loader)), op=Min)), or use "
-    "DistributedSampler, which gives all ranks equally many samples."
+    "batches. "
 )
+#: What to do where a rank has taken fewer steps than others, or has called join(), by framework.
+EQUALLY_MANY = {
+    "torch": _EQUALLY_MANY + "Stop all ranks after the smallest number, int(allreduce(torch.tensor(len(loader)), "
+    "op=Min)), or use DistributedSampler, which gives all ranks equally many samples.",
+    "keras": _EQUALLY_MANY + "Fit a dataset that repeats, with equal steps_per_epoch on all ranks: "
+    "fit(dataset.repeat(), steps_per_epoch=...). Put MetricAverageCallback before EarlyStopping, so that all ranks "
+    "stop together.",
+}
 
 
 class Wait(NamedTuple):
@@ -57,7 +63,7 @@ class Watch:
     """What a waiting thread looks at: whether and why the runtime has failed, and which world ranks have left and how.
 
     ``name`` is the name of what makes the exchanges, such as an optimizer: the same on all ranks. With
-    a ``stall_check_s`` of 0 there are no warnings.
+    a ``stall_check_s`` of 0 there are no warnings. ``framework`` is a key of ``EQUALLY_MANY``.
     """
 
     failure: Callable[[], OcommError | None]
@@ -67,6 +73,7 @@ class Watch:
     waits: Waits = field(default_factory=Waits)
     #: Returns True if there is a thread that runs the engine.
     is_served: Callable[[], bool] = lambda: True
+    framework: str = "torch"
 
 
 def wait(
@@ -104,7 +111,7 @@ def wait(
             elif now - owing_since > _GRACE_S:
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-                raise PeerError(f"{what} cannot end: {reasons}. {EQUALLY_MANY}")
+                raise PeerError(f"{what} cannot end: {reasons}. {EQUALLY_MANY[watch.framework]}")
             if watch.stall_check_s and now - warned >= watch.stall_check_s:
                 warned = now
                 _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)

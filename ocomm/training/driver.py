@@ -217,7 +217,7 @@ class Driver:
             self.core,
             channel,
             self._ranks,
-            session.watch(self.number, name),
+            replace(session.watch(self.number, name), framework=self.frontend.framework),
             locate,
             segment_nbytes=segment_nbytes(layout.numel // 8, layout.ranks, session.settings.segment_nbytes),
             overlap=common.overlap,

@@ -13,7 +13,8 @@ keras = pytest.importorskip("keras")
 
 import ocomm_tf  # noqa: E402
 import ocomm_tf.keras as hvd  # noqa: E402
-from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.collectives import waiting  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError, PeerError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
@@ -153,3 +154,21 @@ def test_an_error_while_autograph_traces_a_graph_keeps_its_class(use: Any) -> No
             tf.function(use)(variable)
 
     run_ranks(2, body)
+
+
+def test_a_rank_that_takes_fewer_steps_is_told_what_to_do_in_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_GRACE_S", 0.0)
+
+    def body(session: Session) -> str:
+        optimizer = hvd.DistributedOneBitAdam(keras.optimizers.Adam(), freeze_step=1)
+        variable = tf.Variable(tf.ones([4]))
+        optimizer.apply([tf.ones([4])], [variable])
+        if hvd.rank() == 1:
+            return ""
+        with pytest.raises(PeerError) as raised:
+            optimizer.apply([tf.ones([4])], [variable])
+        return str(raised.value)
+
+    said = run_ranks(2, body)[0]
+    assert "step 2 cannot end: rank 1 has shut down" in said
+    assert "fit(dataset.repeat(), steps_per_epoch=...)" in said and "torch" not in said
