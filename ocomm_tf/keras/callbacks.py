@@ -67,7 +67,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
     is their state if only some ranks have loaded one. All variables are broadcast after the first step, when they
     exist; gradients that an optimizer accumulates over several passes stay each rank's own. The optimizers are those
     that the model has as attributes. A callback that loads a state, such as BackupAndRestore, must come before this
-    one.
+    one. A model that is built by its first batch has no variables before it: with a 1-bit optimizer call ``build`` or
+    the model before ``fit``.
 
     Args:
         root_rank: A rank of the whole job.

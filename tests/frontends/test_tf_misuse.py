@@ -172,3 +172,32 @@ def test_a_rank_that_takes_fewer_steps_is_told_what_to_do_in_keras(monkeypatch: 
     said = run_ranks(2, body)[0]
     assert "step 2 cannot end: rank 1 has shut down" in said
     assert "fit(dataset.repeat(), steps_per_epoch=...)" in said and "torch" not in said
+
+
+class BuiltLate(keras.Model):  # type: ignore[misc]
+    """Has its variables when it is called for the first time, here those of the rank."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(1,), initializer=keras.initializers.Constant(1.0 + hvd.rank()))
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.scale
+
+
+def test_a_model_that_its_first_batch_builds_is_to_be_built_for_a_broadcast() -> None:
+    def body(session: Session) -> float:
+        x = tf.ones([4, 1])
+
+        def fitted(model: Any) -> Any:
+            model.compile(hvd.DistributedOneBitAdam(keras.optimizers.Adam(), freeze_step=1), "mse")
+            model.fit(x, x, batch_size=2, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1)])
+            return model
+
+        with pytest.raises(tf.errors.FailedPreconditionError, match="or build the model, and fit with Broadcast"):
+            fitted(BuiltLate())
+        model = BuiltLate()
+        model.build((None, 1))
+        return float(fitted(model).scale[0])
+
+    first, second = run_ranks(2, body)
+    assert first == second == pytest.approx(2.0, abs=0.01)

@@ -215,7 +215,7 @@ class TestCompressed:
             a, b = two(1.0 + hvd.rank())
             optimizer = compressed()
             optimizer.build([a, b])
-            said = r"not alike before their first step: .* hold '1.b' .* or fit with BroadcastGlobalVariablesCallback"
+            said = r"not alike before their first step: .* hold '1.b' .* and fit with BroadcastGlobalVariablesCallback"
             with pytest.raises(MismatchError, match=said):
                 optimizer.apply([tf.ones(3)], [a])
 
