@@ -344,12 +344,18 @@ def _hook() -> None:
 
     def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         global _follows
-        _raised.append(f"raised {kind.__name__}: {clause(value)}")
+        _raised.append(_how(kind, value))
         _follows = issubclass(kind, PeerError) and sessions.of_process().supervisor is None
         previous(kind, value, trace)
 
     sys.excepthook = remember
     atexit.register(_at_exit)
+
+
+def _how(kind: type[BaseException], value: BaseException) -> str:
+    """Returns how an exception ends this rank, for the others: "raised ValueError: ..."."""
+    said = clause(value)
+    return f"raised {kind.__name__}: {said}" if said else f"raised {kind.__name__}"
 
 
 def _at_exit() -> None:
