@@ -44,8 +44,8 @@ def clean(native: bool) -> world.Run:
 ONE_OF_EACH = [
     ("transport", 1, "isend in control", 20),
     ("transport", 2, "isend in python_engine", 100),
-    ("transport", 1, "duplicated in process_set", 2),
-    ("transport", 2, "close in process_set:free", 1),
+    ("transport", 1, "duplicated in channels", 2),
+    ("transport", 2, "close in channels:free", 1),
     ("transport", 1, "subset in session", 1),
     ("mpi", 2, "MPI_Isend", 150),
     ("mpi", 1, "MPI_Testsome", 10),
