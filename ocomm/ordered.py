@@ -338,7 +338,7 @@ class OrderedChannel:
             )
         except OcommError as error:
             if self._failure is None:
-                self._failure = self._with_words(error, call)
+                self._failure = self._with_words(error, call, number)
                 return self._failure
             return error
 
@@ -367,11 +367,19 @@ class OrderedChannel:
             "else. All ranks must make the same calls in the same order."
         )
 
-    def _with_words(self, error: OcommError, call: Call) -> OcommError:
-        """Returns a MismatchError with the calls of other ranks if some called something else, else ``error``."""
-        if self._tell is None or isinstance(error, PeerError):
+    def _with_words(self, error: OcommError, call: Call, number: int) -> OcommError:
+        """Returns a MismatchError with the calls of other ranks if some called something else as exchange ``number`` of
+        the channel, else ``error``.
+        """
+        if self._tell is None or (isinstance(error, PeerError) and not self._has_heard_of_a_failure()):
             return error
-        said = {rank: words for rank, words in self._tell(str(call)).items() if words != str(call)}
+        place = f"{number} "
+        heard = {
+            rank: words.removeprefix(place)
+            for rank, words in self._tell(f"{place}{call}").items()
+            if words.startswith(place)
+        }
+        said = {rank: words for rank, words in heard.items() if words != str(call)}
         if not said:
             return error
         others = ", ".join(f"rank {self.ranks[rank]} called {words}" for rank, words in sorted(said.items()))
@@ -379,6 +387,12 @@ class OrderedChannel:
             f"{self.name}: rank {self.ranks[self.rank]} called {call}, {others}. All ranks must make the same calls in "
             "the same order."
         )
+
+    def _has_heard_of_a_failure(self) -> bool:
+        """Returns True if the network of another rank has failed, as it does where a message is too long for a call.
+        That rank tells what it has called; one that has died does not.
+        """
+        return any(how.startswith("failed: ") for how in self._watch.departed().values())
 
     def close(self) -> None:
         """Gives up the channel on this rank. Not collective."""

@@ -43,7 +43,7 @@ from ocomm_torch.distributed.tensors import (
 from ocomm_torch.distributed.work import GroupWork, Messages, Together, UnderWay
 
 #: Seconds for which a rank that has failed waits until the other ranks say what they have called.
-_WORDS_S = 1.0
+_WORDS_S = 3.0
 
 
 class OcommProcessGroup(ProcessGroup):
@@ -206,7 +206,9 @@ class OcommProcessGroup(ProcessGroup):
         return self._channels.get(kind) or self._open_channel(kind)
 
     def _tell(self, kind: str, said: str) -> Mapping[int, str]:
-        """Tells the other ranks through the store what this rank has called. Returns what they say within a second."""
+        """Tells the other ranks through the store what this rank has called. Returns what they say within
+        ``_WORDS_S``.
+        """
         heard: dict[int, str] = {}
         try:
             # torchrun starts jobs again, and keeps the store with what an earlier job has said.

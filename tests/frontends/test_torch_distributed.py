@@ -327,18 +327,23 @@ def test_callbacks_of_many_buckets_communicate_in_one_order() -> None:
 
 
 FAILS = """
-import datetime, os
+import datetime, os, time
 import torch
 import torch.distributed as dist
 import ocomm_torch as hvd
+from ocomm import session as sessions
 
 hvd.init()
 store = dist.FileStore(os.environ["STORE"], 2)
 dist.init_process_group("ocomm", store=store, rank=hvd.rank(), world_size=2)
 group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=float(os.environ["SECONDS"])))
-if hvd.rank() == 0 or os.environ["CALLS"] == "all":
+if hvd.rank() == 0 or os.environ["CALLS"] != "one":
     try:
-        dist.all_reduce(torch.ones(4 + hvd.rank()), group=group)
+        work = dist.all_reduce(torch.ones(4 + hvd.rank()), group=group, async_op=True)
+        if hvd.rank() == 1 and os.environ["CALLS"] == "late":
+            while sessions.current().runtime.failure is None:
+                time.sleep(0.01)
+        work.wait()
     except hvd.HorovodInternalError as error:
         print(f"[{hvd.rank()}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
 hvd.barrier()
@@ -352,6 +357,13 @@ def test_a_job_that_begins_again_with_the_same_store_says_nothing_of_the_one_bef
     assert "[1] MismatchError" in before.stdout and "allreduce of 5 elements" in before.stdout, before.stdout
     after = run_job(2, FAILS, STORE=store, CALLS="one", SECONDS="1")
     assert "[0] StallError" in after.stdout and "of 5 elements" not in after.stdout, after.stdout
+
+
+@alone_in_a_job
+def test_a_rank_that_hears_first_that_the_others_network_has_failed_says_what_both_have_called(tmp_path: Path) -> None:
+    done = run_job(2, FAILS, STORE=str(tmp_path / "store"), CALLS="late", SECONDS="60")
+    (said,) = [line for line in done.stdout.splitlines() if "[1] MismatchError" in line]
+    assert "rank 1 called allreduce of 5 elements" in said and "rank 0 called allreduce of 4 elements" in said
 
 
 # What it is made of
