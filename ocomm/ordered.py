@@ -25,6 +25,7 @@ from ocomm.collectives.scratch import aligned
 from ocomm.collectives.waiting import wait
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, PeerError, StallError
 from ocomm.kernels.base import Bytes
+from ocomm.runtime.background import FAILED
 from ocomm.session import Session
 
 #: Largest number of bytes of a call that uses a kept plan and copies into its buffers, because making a plan takes
@@ -392,7 +393,7 @@ class OrderedChannel:
         """Returns True if the network of another rank has failed, as it does where a message is too long for a call.
         That rank tells what it has called; one that has died does not.
         """
-        return any(how.startswith("failed: ") for how in self._watch.departed().values())
+        return any(how.startswith(FAILED) for how in self._watch.departed().values())
 
     def close(self) -> None:
         """Gives up the channel on this rank. Not collective."""

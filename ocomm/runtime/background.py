@@ -29,6 +29,8 @@ from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 
 _log = logging.getLogger("ocomm")
+#: How a rank leaves whose background thread has failed, as it does with the network.
+FAILED = "failed"
 _HEARTBEAT_S = 2.0  # longest time between signs of life; a third of the timeout if that is less
 _FAREWELL_S = 3.0  # how long a failing rank waits until its last messages have been delivered
 _LAST_PLANS_S = 10.0  # how long plans may still run after every rank has left
@@ -146,7 +148,7 @@ class Runtime:
                 f"rank {self.world.rank}: the background thread failed: {type(error).__name__}: {error}"
             )  # fmt: skip
             self._fail(failure)
-            self._farewell(f"failed: {type(error).__name__}: {clause(error)}")
+            self._farewell(f"{FAILED}: {type(error).__name__}: {clause(error)}")
         finally:
             self._end_plans()
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")

@@ -55,7 +55,8 @@ class Channels:
         self._opened = 1
         self._opening: list[_Opening] = []
         self._released: deque[Channel] = deque()  # channels that users have released; any thread appends
-        self._retiring = False
+        #: True once all channels are released, because the set was removed.
+        self.is_retiring = False
         #: Communicators of closed channels on which messages may be under way.
         self.kept: list[Transport] = []
 
@@ -78,7 +79,7 @@ class Channels:
         """True if a channel is being opened, or if the set retires and has a channel that this rank still uses: the
         engine sees neither. The other ranks' part in retiring comes by messages.
         """
-        return self.is_opening or (self._retiring and self.is_releasing)
+        return self.is_opening or (self.is_retiring and self.is_releasing)
 
     def begin(self, handle: Handle) -> None:
         """Begins to make the communicator, and the channel on it, that ``handle`` waits for."""
@@ -112,9 +113,8 @@ class Channels:
 
     def release_all(self) -> None:
         """Releases all channels of a set that retires; plans of this rank that are under way on them are given up."""
-        if not self._retiring:
-            self._retiring = True
-            self._released += [each.channel for each in self._open.values() if each.channel is not None]
+        self.is_retiring = True
+        self._released += [each.channel for each in self._open.values() if each.channel is not None]
 
     def close(self) -> Iterator[tuple[int, int]]:
         """Closes released channels on which nothing of this rank is under way. Yields their numbers, and how many
@@ -127,7 +127,7 @@ class Channels:
                 continue
             segments = channel.close()
             if segments is None:
-                if self._retiring:
+                if self.is_retiring:
                     channel.abandon()
                 self._released.append(channel)
                 continue

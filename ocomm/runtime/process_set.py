@@ -130,7 +130,6 @@ class ProcessSet:
         self.waiting: dict[int, Handle] = {}  # thread -> its handle; only single dict operations, which are atomic
         self.progress = 0  # counts announcements and responses; background thread only
         self.joined: list[int] = []  # world ranks without more data; written by the background thread, read by any
-        self._retiring = False
         self.retired = threading.Event()
         #: Returns True if there is a thread that calls ``cycle``; set by the owner of that thread.
         self.is_served: Callable[[], bool] = lambda: True
@@ -241,8 +240,7 @@ class ProcessSet:
 
         Called repeatedly on the background thread, on all ranks of the set, because they close its channels together.
         """
-        if not self._retiring:
-            self._retiring = True
+        if not self._channels.is_retiring:
             self.close(InvalidRequestError(f"process set {list(self.ranks)} was removed."))
             self._channels.release_all()
         return not self._channels.numbers and self.is_quiet
