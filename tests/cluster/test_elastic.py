@@ -137,6 +137,8 @@ def step(state):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell may have switched it off for these tests, as for what it puts into the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + LIMIT_S
