@@ -24,6 +24,11 @@ def clause(said: object) -> str:
     return str(said).rstrip(". \n")
 
 
+def in_words(error: BaseException) -> str:
+    """Returns an error's class and what it says, for a sentence that goes on or ends after it."""
+    return f"{type(error).__name__}: {clause(error)}"
+
+
 class OcommError(Exception):
     """Base class of all errors of ocomm."""
 

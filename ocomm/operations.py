@@ -216,7 +216,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         MismatchError: The ranks do not add the same set.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    sessions.current().add_set(added.ranks)
+    sessions.current().registry.add(added.ranks)
     return added
 
 
@@ -238,7 +238,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number:
         return False
-    sessions.current().remove_set(number)
+    sessions.current().registry.remove(number)
     return True
 
 

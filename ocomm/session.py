@@ -12,39 +12,36 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from ocomm.collectives import pipeline
 from ocomm.collectives.bridge import Bridge
 from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.waiting import Watch
+from ocomm.devices import Devices
 from ocomm.errors import (
-    HorovodInternalError,
     InvalidRequestError,
     LaunchError,
     NotInitializedError,
     OcommError,
     SettingsError,
-    StallError,
     clause,
+    in_words,
 )
 from ocomm.kernels.base import Kernels
-from ocomm.kernels.device import device_kernels
 from ocomm.negotiation.autotune import Autotune, BayesianSearch, Tuned
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.background import Runtime
-from ocomm.runtime.channels import free
 from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
-from ocomm.runtime.handshake import background_core, bounded, check_sets, confirmed, duplicate, handshake, topology_of
+from ocomm.runtime.handshake import background_core, confirmed, handshake, topology_of
 from ocomm.runtime.process_set import ProcessSet, no_thread
+from ocomm.runtime.registry import Registry
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.counters import OptimizerCounters
@@ -90,13 +87,14 @@ class Session:
         self.settings = Settings()
         self.topology: Topology | None = None
         self.kernels: Kernels | None = None
-        self._device_kernels: dict[int, Kernels] = {}
+        self._devices = Devices()
         #: Connects this rank's device with those of other ranks of its host; one per process (``nccl_opening``).
         self.bridge: Bridge | None = None
         #: Held while the bridge is opened.
         self.opening_bridge = threading.Lock()
-        self.sets: dict[int, ProcessSet | None] = {}
-        self.set_ranks: dict[int, tuple[int, ...]] = {}
+        #: World ranks of the process sets that all ranks know of, by id; after ``shutdown`` those of the last job.
+        self.set_ranks: Mapping[int, tuple[int, ...]] = {}
+        self._registry: Registry | None = None
         self.engine: Engine | None = None
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
@@ -117,10 +115,6 @@ class Session:
         self._starts = 0
         #: Staging memory for plans of dense collectives.
         self.scratch = Scratch(0)
-        self._next_set = 1
-        self._members_parent: Transport | None = None  # of the communicators of ``add_members``
-        self._members_sets = 0
-        self._removed_members: list[ProcessSet] = []
         self._counts: dict[str, int] = {}
 
     # Starting and stopping
@@ -176,7 +170,7 @@ class Session:
                 self._pool.close()
             if isinstance(error, OcommError) or not isinstance(error, Exception):
                 raise
-            raise LaunchError(f"rank {control.rank} cannot join the job: {_words(error)}") from error
+            raise LaunchError(f"rank {control.rank} cannot join the job: {in_words(error)}") from error
 
     def _join(
         self, control: Transport, settings: Settings, sets: Sequence[tuple[int, ...]], abi: Any, host: str
@@ -199,7 +193,9 @@ class Session:
         self.settings = settings
         self.scratch = Scratch(settings.scratch_nbytes)
         self.topology = topology
-        world = self._open_set(0, range(control.size), control, tuner)
+        registry = self._registry = Registry(topology, settings, engine, self.scratch)
+        self.set_ranks = registry.ranks
+        world = registry.open_world(control, tuner)
         runtime = Runtime(
             world,
             engine,
@@ -207,16 +203,7 @@ class Session:
             on_start=lambda: None if core is None else os.sched_setaffinity(0, {core}),
             on_loss=self.say_lost,
         )
-        self.sets = {0: world}
-        self.set_ranks = {0: tuple(range(control.size))}
-        for number, ranks in enumerate(sets, 1):
-            self.set_ranks[number] = ranks
-            self.sets[number] = None
-            if control.rank in ranks:
-                member = self._open_set(number, ranks, control.subset(ranks))
-                self.sets[number] = member
-                runtime.add(member)
-        self._next_set = len(sets) + 1
+        registry.begin(runtime, sets, control)
         self.pid = os.getpid()
         self._starts += 1
         if settings.timeline:
@@ -227,7 +214,7 @@ class Session:
             self.supervisor,
             runtime.clock,
             waits=lambda: runtime.waits.waiting.copy().values(),
-            stalls=lambda: [stall for one in self.sets.copy().values() if one is not None for stall in one.stalls],
+            stalls=lambda: [stall for one in registry.opened() for stall in one.stalls],
             optimizers=lambda: [counted() for counted in self.counted],
         )
         runtime.start()
@@ -247,14 +234,14 @@ class Session:
         """
         if not self.is_initialized:
             return True
-        assert self.runtime is not None and self.engine is not None
+        assert self.runtime is not None and self.engine is not None and self._registry is not None
         if why == REJOINS:
             for owner in list(self.rejoining):
                 owner.give_up_exchange()
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
-        for member in self.sets.values():
-            if member is not None and member.opening_bridge is not None:  # ends by itself, unless it waits for NCCL
+        for member in self._registry.opened():
+            if member.opening_bridge is not None:  # ends by itself, unless it waits for NCCL
                 member.opening_bridge.join(self.settings.start_timeout_s)
         if runtime.exporter is not None:
             runtime.exporter.close()
@@ -262,18 +249,13 @@ class Session:
             self.bridge.end("the session is over")
             self.bridge = None
         self._end_timeline()
-        parent, self._members_parent = self._members_parent, None
-        removed, self._removed_members = self._removed_members, []
+        registry, self._registry = self._registry, None
         if clean:
-            for member in [*self.sets.values(), *removed]:
-                if member is not None and not member.retired.is_set():
-                    member.close_transports()
-            if parent is not None:
-                free(parent)
+            registry.close()
             self.engine.close()
         else:
             # The network may still use buffers of what was under way, so engine and communicators are kept as they are.
-            _abandoned.append((self.engine, [*self.sets.values(), *removed], parent))
+            _abandoned.append((self.engine, registry))
         self.engine = None
         if clean and not failed:
             for one in self.at_end[-_LAST_WORDS:]:
@@ -283,144 +265,7 @@ class Session:
         self.rejoining.clear()
         if self._pool is not None:
             self._pool.close()  # optimizers may keep the kernels, which go on without threads
-        self.sets = {}
         return clean
-
-    def _open_set(
-        self, number: int, ranks: Sequence[int], transport: Transport, tuner: Tuner | None = None
-    ) -> ProcessSet:
-        """Makes this rank's member of a process set, which owns ``transport`` from now on."""
-        assert self.engine is not None and self.topology is not None
-        self.engine.watch(transport)
-        data = duplicate(transport, self.settings.start_timeout_s)
-        hosts = [self.topology.hosts[rank] for rank in ranks]
-        nodes = arrange(hosts, "auto" if self.settings.hierarchical_allreduce else False, len(hosts))
-        window = self.settings.window or pipeline.window(len(hosts), len(set(hosts)))
-        settings = replace(self.settings, window=window)
-        return ProcessSet(
-            ranks, transport, data, self.engine, self.scratch, settings, nodes, number=number, tuner=tuner
-        )
-
-    # Process sets
-
-    def add_set(self, ranks: Sequence[int]) -> int:
-        """Registers another process set and returns its id. Collective over the world, in one order on all ranks.
-
-        Raises:
-            InvalidRequestError: A rank does not exist, or the set is registered already.
-            MismatchError: The ranks do not add the same set.
-        """
-        runtime = self._require()
-        topology = self.require_topology()
-        added = tuple(sorted(ranks))
-        number = self._next_set
-        if added in self.set_ranks.values():
-            raise InvalidRequestError(f"Attempted to add a duplicate process set: ranks {list(added)}.")
-        check_sets([added], topology.size, number)
-        # MPI makes the new communicator on a copy of the world's: there its messages cannot be taken for ours.
-        request = Request(Kind.DUPLICATE, f"add_process_set.{number}", detail=f"ranks {list(added)}")
-        world: Transport = self.submit(0, Submission.of(request)).wait()[0]
-        member = None
-        if topology.rank in added:
-            seconds = self.settings.start_timeout_s
-            try:
-                transport = bounded(lambda: world.subset(added), seconds, f"a communicator for ranks {list(added)}")
-                member = self._open_set(number, added, transport)
-            except OcommError:
-                raise
-            except Exception as error:
-                raise HorovodInternalError(
-                    f"rank {topology.rank} cannot make process set {number}, ranks {list(added)}: {_words(error)}"
-                ) from error
-            member.timeline = self.timeline
-            runtime.add(member)
-        self._next_set += 1
-        self.set_ranks[number] = added
-        self.sets[number] = member
-        self.agree(0, f"add_process_set.{number}", "done")
-        free(world)
-        return number
-
-    def remove_set(self, number: int) -> None:
-        """Forgets a process set. Collective over the world, in one order on all ranks.
-
-        Operations of the set that some of its ranks have not asked for fail.
-
-        Raises:
-            MismatchError: The ranks do not remove the same set.
-            StallError: The ranks of the set have not closed its channels within ``start_timeout_s``.
-        """
-        runtime = self._require()
-        ranks, member = self.set_ranks[number], self.sets[number]
-        if member is not None:  # a response to this comes after those to everything that ranks asked for before
-            self.agree(number, "remove_process_set", "removed")
-        self.agree(0, f"remove_process_set.{number}", f"ranks {list(ranks)}")
-        del self.sets[number], self.set_ranks[number]
-        if member is None:
-            return
-        runtime.retire(member)
-        seconds = self.settings.start_timeout_s  # as for making a communicator
-        end = runtime.clock() + seconds
-        while not member.retired.wait(min(1.0, max(end - runtime.clock(), 0.0))):
-            if runtime.failure is not None:
-                raise type(runtime.failure)(*runtime.failure.args)
-            if not runtime.is_alive:
-                raise no_thread(self.require_topology().rank)
-            if runtime.clock() >= end:
-                raise StallError(
-                    f"rank {self.require_topology().rank}: process set {list(ranks)} was removed, but its ranks have "
-                    f"not closed its channels after {seconds:.0f} s (OCOMM_START_TIMEOUT): an exchange on one of them "
-                    "does not end on some rank; see the other ranks."
-                )
-
-    def prepare_members(self) -> None:
-        """Makes ``add_members`` possible. Collective over the world; a second call is a no-op."""
-        if self._members_parent is None:
-            request = Request(Kind.DUPLICATE, "add_members", detail="a communicator for sets of members")
-            self._members_parent = self.submit(0, Submission.of(request)).wait()[0]
-
-    @property
-    def has_members(self) -> bool:
-        """True if ``add_members`` can make sets, because ``prepare_members`` was called."""
-        return self._members_parent is not None
-
-    def add_members(self, ranks: Sequence[int], name: str) -> int:
-        """Registers a process set that its members alone know of, and returns its number, which is this rank's own.
-
-        Collective over the members, after ``prepare_members``: they make the sets that they share in one order. Unlike
-        those of ``add_set``, several may have the same ranks, and all ranks of the world are allowed.
-
-        Args:
-            ranks: World ranks, ascending; this one is among them.
-            name: Says which set it is, in errors.
-
-        Raises:
-            LaunchError: Some do not come within ``start_timeout_s``.
-        """
-        runtime, parent = self._require(), self._members_parent
-        assert parent is not None
-        seconds = self.settings.start_timeout_s
-        transport = bounded(lambda: parent.subset(ranks), seconds, f"a communicator for {name}, ranks {list(ranks)}")
-        self._members_sets += 1
-        number = -self._members_sets
-        member = self._open_set(number, ranks, transport)
-        member.timeline = self.timeline
-        self.sets[number] = member
-        runtime.add(member)
-        return number
-
-    def remove_members(self, number: int) -> None:
-        """Forgets a set of ``add_members``. Not collective: does not wait for the other members.
-
-        The background thread retires the set once nothing of it is under way. Until then a caller that holds its
-        ``ProcessSet`` can still submit; after that submissions fail. When all members have removed the set, its
-        communicators are freed.
-        """
-        member = self.sets.pop(number, None)
-        if member is not None:
-            self._removed_members = [other for other in self._removed_members if not other.retired.is_set()]
-            self._removed_members.append(member)
-            self._require().retire(member)
 
     # Timeline
 
@@ -454,9 +299,8 @@ class Session:
         self.timeline = timeline
         if self.engine is not None:
             self.engine.timeline = timeline
-        for member in self.sets.values():
-            if member is not None:
-                member.timeline = timeline
+        if self._registry is not None:
+            self._registry.record_into(timeline)
 
     # Counters
 
@@ -486,18 +330,19 @@ class Session:
         assert self.topology is not None
         return self.topology
 
+    @property
+    def registry(self) -> Registry:
+        """The process sets of this rank. Raises NotInitializedError before ``start``."""
+        self._require()
+        assert self._registry is not None
+        return self._registry
+
     def member_set(self, number: int) -> ProcessSet:
         """Returns the process set ``number``. Raises InvalidRequestError if this rank is not a member of it."""
         self._require()
-        if number not in self.sets:
-            raise InvalidRequestError(f"process set {number} does not exist, or has not been registered.")
-        member = self.sets[number]
-        if member is None:
-            rank = self.require_topology().rank
-            raise InvalidRequestError(
-                f"rank {rank} is not a member of process set {number} (ranks {list(self.set_ranks[number])})."
-            )
-        return member
+        assert self._registry is not None
+        member = self._registry.members.get(number)
+        return member if member is not None else self._registry.member(number)  # which says why there is none
 
     def nodes(self, number: int, hierarchical: bool | Literal["auto"] = "auto") -> Nodes:
         """Returns how the ranks of process set ``number`` exchange compressed values, as ``routes.arrange`` decides."""
@@ -546,7 +391,8 @@ class Session:
 
         Not collective, and safe in a finalizer.
         """
-        member = self.sets.get(number)
+        registry = self._registry
+        member = registry.members.get(number) if registry is not None else None
         if member is not None:
             member.release(channel)
 
@@ -566,19 +412,18 @@ class Session:
         """Returns what a thread looks at while it waits for an exchange of ``name``, the same on all ranks of the
         process set.
         """
-        runtime = self._require()
-        ranks = list(self.member_set(number).ranks)
+        runtime, registry = self._require(), self.registry
+        ranks = list(registry.member(number).ranks)
 
         def failure() -> OcommError | None:
-            if runtime.failure is None and self.runtime is runtime and number not in self.sets:
+            if runtime.failure is None and self.runtime is runtime and number not in registry.members:
                 return InvalidRequestError(f"process set {ranks} was removed.")
             if runtime.failure is None and not runtime.is_alive:
                 return no_thread(runtime.world.rank)
             return runtime.failure
 
         def departed() -> dict[int, str]:
-            members = [member for member in list(self.sets.values()) if member is not None]
-            joined = {rank: "has joined" for member in members for rank in member.joined}
+            joined = {rank: "has joined" for member in registry.opened() for rank in member.joined}
             return {**joined, **runtime.departed()}
 
         warn_s = self.settings.stall_check_s if self.settings.stall_check else 0.0
@@ -588,36 +433,13 @@ class Session:
         """Waits until all ranks of the set say the same ``detail`` about ``name``. Raises MismatchError if they do
         not.
         """
-        request = Request(Kind.BARRIER, name, detail=detail)
-        self.submit(number, Submission.of(request)).wait()
+        self.registry.agree(number, name, detail)
 
     def device_kernels(self, number: int) -> Kernels:
         """Returns the kernels of CUDA device ``number``, made at the first call. Raises InvalidRequestError without
         numba-cuda.
         """
-        if number not in self._device_kernels:
-            try:
-                from ocomm.kernels.cuda_device import CudaDevice
-
-                kernels = device_kernels(CudaDevice(number), self.settings.stall_shutdown_s)
-            except ImportError as error:
-                raise InvalidRequestError(
-                    f"parameters are on GPU {number}, for which ocomm needs numba-cuda: pip install 'ocomm[gpu-cu12]' "
-                    f"or 'ocomm[gpu-cu13]', as torch.version.cuda says ({error})."
-                ) from error
-            from ocomm.transport import cuda_probe
-
-            found = (
-                cuda_probe.device_messages(self.settings.cuda_aware, number)
-                if self.require_topology().size > 1
-                else None
-            )
-            if found is not None:
-                which = "addresses on it" if found.yes else "copies in pinned memory"
-                _log.info("CUDA device %d: MPI is given %s: %s", number, which, found.why)
-            kernels.memory.reached_by_network = found is not None and found.yes  # type: ignore[attr-defined]
-            self._device_kernels[number] = kernels
-        return self._device_kernels[number]
+        return self._devices.kernels(number, self.settings, self.require_topology().size > 1)
 
     def reduce(self, number: int, name: str, array: np.ndarray, op: ReduceOp) -> None:
         """Reduces a contiguous NumPy array in place over process set ``number``; waits."""
@@ -631,10 +453,6 @@ class Session:
         flat = array.reshape(-1).view(np.uint8)
         request = Request(Kind.BROADCAST, name, DType.from_numpy(array.dtype), array.shape, root=0)
         self.submit(number, Submission.of(request, flat, flat)).wait()
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {clause(error)}"
 
 
 def _tuner(settings: Settings, number: int) -> Tuner:
@@ -678,7 +496,7 @@ def _kernels(settings: Settings, pool: Pool | None) -> Kernels:
 
 # The session of this process
 
-_abandoned: list[tuple[Engine, list[ProcessSet | None], Transport | None]] = []
+_abandoned: list[tuple[Engine, Registry]] = []
 _process_session = Session()
 _current: contextvars.ContextVar[Session | None] = contextvars.ContextVar("ocomm_session", default=None)
 

@@ -110,7 +110,7 @@ class DataAxis(ProcessSet):
         self.stages: dict[int, dict[str, int]] = {}
         for members in (*parts, *replicas):
             if tuple(members) not in session.set_ranks.values():
-                session.add_set(members)
+                session.registry.add(members)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the coordinates of a rank by axis."""

@@ -17,7 +17,7 @@ from typing import Any
 from ocomm import json_values
 from ocomm.collectives.engine import Engine, Reason
 from ocomm.collectives.waiting import Waits
-from ocomm.errors import HorovodInternalError, OcommError, PeerError, clause
+from ocomm.errors import HorovodInternalError, OcommError, PeerError, in_words
 from ocomm.json_values import expect
 from ocomm.negotiation.tree import Tree
 from ocomm.runtime.channels import free
@@ -145,10 +145,10 @@ class Runtime:
             detail = traceback.format_exc()
             _log.error("rank %d: the background thread failed:\n%s", self.world.rank, detail)
             failure = error if isinstance(error, OcommError) else HorovodInternalError(
-                f"rank {self.world.rank}: the background thread failed: {type(error).__name__}: {error}"
+                f"rank {self.world.rank}: the background thread failed: {in_words(error)}."
             )  # fmt: skip
             self._fail(failure)
-            self._farewell(f"{FAILED}: {type(error).__name__}: {clause(error)}")
+            self._farewell(f"{FAILED}: {in_words(error)}")
         finally:
             self._end_plans()
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")

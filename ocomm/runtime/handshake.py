@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ocomm import json_values
-from ocomm.errors import HorovodInternalError, InvalidRequestError, LaunchError, SettingsError, clause
+from ocomm.errors import HorovodInternalError, InvalidRequestError, LaunchError, SettingsError, clause, in_words
 from ocomm.json_values import expect
 from ocomm.runtime.control import Link, MessageType
 from ocomm.transport.base import Transport
@@ -55,7 +55,7 @@ def confirmed(control: Transport, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        mine["why_not"] = f"{type(error).__name__}: {clause(error)}"
+        mine["why_not"] = in_words(error)
         if control.size > 1:
             with contextlib.suppress(LaunchError):  # of this error, or of one that is less than it
                 _ask(control, timeout_s, mine, _check_reason, _refused)

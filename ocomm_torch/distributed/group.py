@@ -92,7 +92,7 @@ class OcommProcessGroup(ProcessGroup):
             raise InvalidRequestError(
                 f"backend 'ocomm' has groups in ascending order of their ranks only, got {list(self._ranks)}."
             )
-        self._number = session.add_members(order, f"group {group_id!r}")
+        self._number = session.registry.add_members(order, f"group {group_id!r}")
         self._member = session.member_set(self._number)
         self._channels: dict[str, OrderedChannel] = {}
         self._under_way: dict[OrderedChannel, UnderWay] = defaultdict(UnderWay)
@@ -181,7 +181,7 @@ class OcommProcessGroup(ProcessGroup):
         self._is_closed = True
         self._completer.close()
         if self._session.is_initialized:
-            self._session.remove_members(self._number)
+            self._session.registry.remove_members(self._number)
 
     abort = shutdown
 

@@ -57,11 +57,11 @@ def create(options: Any, backend_options: Any = None) -> OcommProcessGroup:
             "ocomm's job. Leave RANK and WORLD_SIZE to the launcher, or set them as it numbers the ranks."
         )
     if len(ranks) == world:
-        is_first = not session.has_members
-        session.prepare_members()
+        is_first = not session.registry.has_members
+        session.registry.prepare_members()
         if is_first:
             _tokens[session] = operations.broadcast_object(session, secrets.token_hex(4), 0, None, global_process_set)
-    elif not session.has_members:
+    elif not session.registry.has_members:
         raise InvalidRequestError(
             f"a group of ranks {ranks} with backend 'ocomm' needs one of all {world} ranks before it: call "
             "init_process_group('ocomm'), or new_group(backend='ocomm') on all ranks."

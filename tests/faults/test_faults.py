@@ -46,7 +46,7 @@ ONE_OF_EACH = [
     ("transport", 2, "isend in python_engine", 100),
     ("transport", 1, "duplicated in channels", 2),
     ("transport", 2, "close in channels:free", 1),
-    ("transport", 1, "subset in session", 1),
+    ("transport", 1, "subset in registry", 1),
     ("mpi", 2, "MPI_Isend", 150),
     ("mpi", 1, "MPI_Testsome", 10),
     ("mpi", 2, "MPI_Get_count", 3),

@@ -371,11 +371,11 @@ def test_a_rank_that_hears_first_that_the_others_network_has_failed_says_what_bo
 
 def test_messages_go_between_two_ranks_while_others_do_other_things() -> None:
     def body(session: Session) -> list[int]:
-        session.prepare_members()
+        session.registry.prepare_members()
         rank = session.require_topology().rank
         if rank == 3:
             return []
-        member = session.member_set(session.add_members([0, 1, 2], "three"))
+        member = session.member_set(session.registry.add_members([0, 1, 2], "three"))
         buffers = [np.full(200_000, rank, np.uint8), np.full(3, rank, np.uint8), np.full(3, rank, np.uint8)]
         ends = [(0, 1), (1, 2), (2, 0)]
         handles = [
@@ -392,9 +392,9 @@ def test_messages_go_between_two_ranks_while_others_do_other_things() -> None:
 
 def test_sets_of_members_with_the_same_ranks_do_not_hear_each_other() -> None:
     def body(session: Session) -> list[float]:
-        session.prepare_members()
+        session.registry.prepare_members()
         rank = session.require_topology().rank
-        numbers = [session.add_members([0, 1], name) for name in ("one", "other")] if rank < 2 else []
+        numbers = [session.registry.add_members([0, 1], name) for name in ("one", "other")] if rank < 2 else []
         channels = [OrderedChannel(session, number, f"channel {number}", 30.0) for number in numbers]
         values = [np.full(3, 10.0**k + rank, np.float32) for k in range(len(channels))]
         exchanges = []
@@ -404,7 +404,7 @@ def test_sets_of_members_with_the_same_ranks_do_not_hear_each_other() -> None:
         for exchange in exchanges:
             exchange.wait()
         for number in numbers:
-            session.remove_members(number)
+            session.registry.remove_members(number)
         return [float(value[0]) for value in values]
 
     assert run_ranks(3, body) == [[3.0, 21.0], [3.0, 21.0], []]

@@ -26,5 +26,7 @@ def test_one_host_has_no_delay() -> None:
 
 @pytest.mark.parametrize(("asked", "expected"), [(0, 32), (7, 7)])
 def test_the_channels_of_a_job_on_two_hosts_have_it_unless_the_user_says_another(asked: int, expected: int) -> None:
-    found = run_ranks(2, lambda session: session.sets[0].settings.window, Settings(window=asked), hosts=["a", "b"])
+    found = run_ranks(
+        2, lambda session: session.member_set(0).settings.window, Settings(window=asked), hosts=["a", "b"]
+    )
     assert found == [expected, expected]

@@ -35,7 +35,7 @@ def test_all_ranks_tune_alike_and_results_stay(tmp_path: Path) -> None:
         digests = []
         executed: list[Kind] = []
         used: list[tuple[int, Tuned]] = []  # since how many responses
-        world = session.sets[0]
+        world = session.member_set(0)
         assert world is not None
         execute, tune = world._execute, world._tune
 

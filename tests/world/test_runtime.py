@@ -284,7 +284,7 @@ def test_a_call_for_whose_result_there_is_no_memory_ends_with_the_job(monkeypatc
         for session, allocate in zip(ranks.sessions, (fail, lambda shape: np.empty(shape, np.uint8)), strict=True)
     ]
     assert [outcome(handle) for handle in handles] == [
-        "HorovodInternalError: rank 0: the background thread failed: MemoryError: no room for (6,)",
+        "HorovodInternalError: rank 0: the background thread failed: MemoryError: no room for (6,).",
         "PeerError: rank 0 failed: MemoryError: no room for (6,).",
     ]
     ranks.together(lambda _, session: session.shutdown())
