@@ -146,12 +146,27 @@ class Gradients:
         """Does what ``locate`` does where gradients are copied to the host's memory: a gradient is ready once its copy
         is there.
         """
-        place, recorded = self._placement, self.recorded
-        assert isinstance(place, OffloadedPlacement)
-        is_posted = self._stepper.buckets.is_posted
+        missing = self._missing_copies(tensors, final)
+        if missing is None:
+            return None
+        if missing:
+            self._fetch(missing, final)
+        if not self._copies_are_there(tensors, final):
+            return None
+        addresses = [self._address_of_copy(index) for index in tensors]
+        if self.frees:
+            for index in tensors:
+                self.recorded[index] = None
+        return addresses
+
+    def _missing_copies(self, tensors: list[int], final: bool) -> dict[int, torch.Tensor] | None:
+        """Returns the gradients that are to be copied to the host's memory, in the order of their parameters; None if
+        one is not ready.
+        """
+        recorded, is_posted = self.recorded, self._stepper.buckets.is_posted
         if final:
             release(recorded)
-        found: dict[int, torch.Tensor] = {}
+        missing: dict[int, torch.Tensor] = {}
         for index in tensors:
             # What another bucket has posted may be read at this moment.
             if index in self._freed or (index in self._fetched and (not final or is_posted(index))):
@@ -165,36 +180,43 @@ class Gradients:
             self._check_dtype(index, grad)
             if not self._orders[index].has(grad) and not final:
                 return None
-            found[index] = self._orders[index].arranged(grad)
+            missing[index] = self._orders[index].arranged(grad)
+        return missing
+
+    def _fetch(self, found: dict[int, torch.Tensor], final: bool) -> None:
+        """Begins to copy gradients to the host's memory."""
+        place = self._placement
+        assert isinstance(place, OffloadedPlacement)
         for index, copied_from in found.items():
-            grad = recorded[index]
+            grad = self.recorded[index]
             assert grad is not None
             self._versions[index], self._pointers[index] = grad._version, _pointer(grad)
             if copied_from is not grad:
                 self.copies.append(copied_from)
             elif not final and not self.frees and type(grad) is torch.Tensor:
                 grad.__class__ = WatchedGradient
-        if found:
-            event = place.fetch(found)
-            self._fetched.update({index: (event, place.fetched(index, grad)) for index, grad in found.items()})
-            if self.frees:
-                self._free(found)
-        for event in {id(event): event for event, _ in self._copies_of(tensors)}.values():
+        event = place.fetch(found)
+        self._fetched.update({index: (event, place.fetched(index, grad)) for index, grad in found.items()})
+        if self.frees:
+            self._free(found)
+
+    def _copies_are_there(self, tensors: list[int], final: bool) -> bool:
+        """Returns whether all copies of gradients have arrived, after waiting for them where that is due."""
+        place = self._placement
+        assert isinstance(place, OffloadedPlacement)
+        events = {id(event): event for event, _ in (self._fetched[i] for i in tensors if i in self._fetched)}
+        for event in events.values():
             if final or self._awaits_copies:
                 place.wait(event)
             elif not event.is_over():
-                return None
-        addresses = []
-        for index in tensors:
-            address = 0
-            if index in self._fetched:
-                _, copy = self._fetched[index]
-                address = (copy if copy.dtype is torch.float32 else self._masters.widened(index, copy)).data_ptr()
-            addresses.append(address)
-        if self.frees:
-            for index in tensors:
-                recorded[index] = None
-        return addresses
+                return False
+        return True
+
+    def _address_of_copy(self, index: int) -> int:
+        if index not in self._fetched:
+            return 0
+        _, copy = self._fetched[index]
+        return (copy if copy.dtype is torch.float32 else self._masters.widened(index, copy)).data_ptr()
 
     def post_copies(self) -> None:
         """Hands over what is on its way to the host, bucket by bucket, while the device computes the rest."""
@@ -203,9 +225,6 @@ class Gradients:
             self._stepper.buckets.post_early()
         finally:
             self._awaits_copies = False
-
-    def _copies_of(self, tensors: list[int]) -> list[tuple[Event, torch.Tensor]]:
-        return [self._fetched[index] for index in tensors if index in self._fetched]
 
     def _free(self, tensors: Iterable[int]) -> None:
         """Takes gradients from their parameters. They live in ``_recorded`` until they have been read."""
