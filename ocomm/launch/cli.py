@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -15,52 +13,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib import metadata
-from pathlib import Path
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
 from ocomm.launch import check, loopback, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
+from ocomm.launch.flags import ELASTIC_TIMEOUT_S, is_elastic, make_parser, settings_of, without_meaning
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
+from ocomm.launch.horovodrun import install_horovodrun, installed_record
 from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
 from ocomm.launch.supervise import Supervisor, make_folder
 from ocomm.launch.watch import open_view
-from ocomm.telemetry.counters import parse_address
-from ocomm.telemetry.log import LEVELS
 from ocomm.torch_variables import inherited
-from ocomm.version import __version__
 
 _REACH_DEADLINE_S = 15.0
-#: Flags of horovodrun for machinery that ocomm does not have, and where their values go.
-_WITHOUT_MEANING = {
-    "--[no-]hierarchical-allgather": "hierarchical_allgather",
-    "--[no-]torus-allreduce": "torus_allreduce",
-    "--[no-]mpi-threads-disable": "mpi_threads_disable",
-    "--num-nccl-streams": "num_nccl_streams",
-    "--gloo-timeout-seconds": "gloo_timeout_seconds",
-    "--log-with[out]-timestamp": "log_with_timestamp",
-    "--disable-cache": "disable_cache",  # horovodrun's checks of hosts, which it makes once an hour
-}
-#: A word of flags of Python's, the last of which has a value, in this word or the next one.
-_WITH_VALUE = re.compile("-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
-_ELASTIC_TIMEOUT_S = 600.0
-#: Flags that mean something in an elastic job only, and where their values go.
-_ELASTIC = {
-    "--max-np": "max_np",
-    "--slots-per-host": "slots_per_host",
-    "--elastic-timeout": "elastic_timeout",
-    "--reset-limit": "reset_limit",
-    "--blacklist-cooldown-range": "cooldown_range",
-}
-
-_EPILOG = """\
-Ranks on this machine have the environment of ocommrun. To ranks on other hosts every variable travels, as with
-horovodrun, except BASH_FUNC_*, OLDPWD, *CUDA_VISIBLE_DEVICES and those that describe this host (HOSTNAME, SSH_*,
-SLURM_*, ...). Under Open MPI the hosts talk over TCP, with settings that suit ocomm; --mpi-args '--mca pml ucx' takes
-a faster network. The exit code is the job's. Standard input is empty."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -117,18 +86,9 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     request = replace(request, hosts=hosts, spans_hosts=spans_hosts, torch_environ=torch_environ)
     line = build(request, launcher)
     if not spans_hosts:
-        _require_program(request.command, environ)
+        require_program(request.command, environ)
         require_script(request.command)
     return line
-
-
-def is_elastic(options: argparse.Namespace) -> bool:
-    """Returns True if the job is to be supervised, which horovodrun's --min-np or a discovery script ask for."""
-    elastic = options.min_np is not None or options.host_discovery_script is not None
-    for flag, name in _ELASTIC.items():
-        if not elastic and getattr(options, name) is not None:
-            raise LaunchError(f"{flag} is for elastic jobs; say with --min-np how many ranks are enough.")
-    return elastic
 
 
 def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
@@ -148,14 +108,14 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
             raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
         fixed = _hosts(options, in_allocation=False)
         if options.hosts is None and options.hostfile is None:
-            _require_program(request.command, environ)
+            require_program(request.command, environ)
             require_script(request.command)
     limits = Limits(
         wanted_ranks=wanted,
         min_ranks=least,
         max_ranks=most,
         resets=options.reset_limit,
-        patience_s=options.elastic_timeout or _ELASTIC_TIMEOUT_S,
+        patience_s=options.elastic_timeout or ELASTIC_TIMEOUT_S,
         cooldown_s=options.cooldown_range and tuple(options.cooldown_range),
         discovers=options.host_discovery_script is not None,
     )
@@ -186,54 +146,12 @@ def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Sup
         return None
     build(replace(request, hosts=hosts, spans_hosts=spans_hosts), launcher)  # says what cannot be
     if not spans_hosts:
-        _require_program(request.command, environ)
+        require_program(request.command, environ)
         require_script(request.command)
     ranks = request.num_proc
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
     view = open_view() if options.watch else None
     return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False, view=view)
-
-
-def _require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    if command and shutil.which(command[0], path=environ.get("PATH")) is None:
-        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
-
-
-def require_script(command: tuple[str, ...]) -> None:
-    """Raises LaunchError if the command runs a Python script that is not there."""
-    program = _divided(command)[1] if _is_python(command) else ()
-    if not program or program[0] in ("-m", "-c", "-"):
-        return
-    if not os.path.exists(program[0]):
-        raise LaunchError(f"there is no file {program[0]!r} in {os.getcwd()} for {command[0]} to run.")
-
-
-def _is_python(command: tuple[str, ...]) -> bool:
-    """Returns True if the command's program is a Python, by its name."""
-    return bool(command) and os.path.basename(command[0]).startswith("python")
-
-
-def _divided(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns a command of Python's in two parts: the interpreter with its flags, and the program with its arguments.
-
-    The program begins with a script, with "-", or with "-m" or "-c", also if these stand in one word with other flags,
-    as in -um. It is empty if there is none.
-    """
-    flags, left = [command[0]], list(command[1:])
-    while left and left[0].startswith("-") and left[0] != "-":
-        word = left.pop(0)
-        found = _WITH_VALUE.fullmatch(word)
-        if found is None:
-            flags.append(word)
-            continue
-        if found[1]:
-            flags.append(f"-{found[1]}")
-        left[:0] = [f"-{found[2]}", found[3]] if found[3] else [f"-{found[2]}"]
-        if found[2] in "mc":
-            break
-        flags += left[:2]
-        del left[:2]
-    return tuple(flags), tuple(left)
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
@@ -282,277 +200,6 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
     return request, launcher
 
 
-def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ...
-
-    Raises LaunchError if the command is not a Python that runs a script or a module.
-    """
-    if not _is_python(command):
-        raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
-    flags, program = _divided(command)
-    if not program or program[0] in ("-c", "-"):
-        raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
-    return (*flags, "-m", "ocomm.launch.as_horovod", *program)
-
-
-def install_horovodrun(python: str, record: Path | None = None) -> str:
-    """Puts a ``horovodrun`` that is ocommrun beside ``python``, and returns a sentence about what it did.
-
-    Args:
-        python: The path of the interpreter.
-        record: pip's list of ocomm's files, to which the new file is added, so that pip uninstall removes it. Paths in
-            it are relative to the folder above its own. None if there is no list.
-
-    Raises:
-        LaunchError: Another program has that name, or the file cannot be written.
-    """
-    path = os.path.join(os.path.dirname(os.path.abspath(python)), "horovodrun")
-    script = f"#!{python}\nimport sys\n\nfrom ocomm.launch.cli import main\n\nsys.exit(main())\n"
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            if "ocomm.launch" in file.read():
-                return f"{path} is there already"
-        raise LaunchError(f"{path} is another program, of a Horovod for instance; it stays as it is.")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror}.") from None
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(script)
-        os.chmod(path, 0o755)
-    except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror}.") from None
-    try:
-        if record is None:
-            return f"{path} starts ocommrun. Remove it when you uninstall ocomm"
-        with open(record, "a", encoding="utf-8") as file:
-            file.write(f"{os.path.relpath(path, record.parent.parent)},,\n")
-    except OSError as error:
-        return (
-            f"{path} starts ocommrun. Remove it when you uninstall ocomm: {record} cannot be written, {error.strerror}"
-        )
-    return f"{path} starts ocommrun, until pip uninstalls ocomm"
-
-
-def installed_record() -> Path | None:
-    """Returns pip's list of the files of the ocomm that runs; None if pip has not installed it."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        for file in metadata.distribution("ocomm").files or ():
-            if file.name == "RECORD":
-                return Path(str(file.locate()))
-    return None
-
-
-def without_meaning(options: argparse.Namespace) -> list[str]:
-    """Returns flags of horovodrun that were given and have no effect here."""
-    return [flag for flag, name in _WITHOUT_MEANING.items() if getattr(options, name) is not None]
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the ``OCOMM_*`` variables that the flags stand for; a flag that was not given sets none."""
-    settings: dict[str, str] = {}
-    if options.fusion_threshold_mb is not None:
-        settings["OCOMM_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 1024 * 1024)
-    if options.cycle_time_ms is not None:
-        settings["OCOMM_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
-    if options.cache_capacity is not None:
-        settings["OCOMM_CACHE_CAPACITY"] = str(options.cache_capacity)
-    if options.stall_check is not None:
-        settings["OCOMM_STALL_CHECK_DISABLE"] = "0" if options.stall_check else "1"
-    if options.stall_check_warning_time_seconds is not None:
-        settings["OCOMM_STALL_CHECK_TIME_SECONDS"] = str(options.stall_check_warning_time_seconds)
-    if options.stall_check_shutdown_time_seconds is not None:
-        settings["OCOMM_STALL_SHUTDOWN_TIME_SECONDS"] = str(options.stall_check_shutdown_time_seconds)
-    if options.hierarchical_allreduce is not None:
-        settings["OCOMM_HIERARCHICAL_ALLREDUCE"] = "1" if options.hierarchical_allreduce else "0"
-    if options.autotune is not None:
-        settings["OCOMM_AUTOTUNE"] = "1" if options.autotune else "0"
-    if options.autotune_log_file is not None:
-        settings["OCOMM_AUTOTUNE_LOG"] = os.path.abspath(options.autotune_log_file)
-    for name in _AUTOTUNE:
-        value = getattr(options, f"autotune_{name}")
-        if value is not None:
-            settings[f"OCOMM_AUTOTUNE_{name.upper()}"] = f"{value:g}"
-    if options.thread_affinity is not None:
-        settings["OCOMM_THREAD_AFFINITY"] = options.thread_affinity
-    if options.timeline_filename is not None:
-        # An absolute path, because ranks on other hosts may have another working folder.
-        settings["OCOMM_TIMELINE"] = os.path.abspath(options.timeline_filename)
-    if options.timeline_mark_cycles is not None:
-        settings["OCOMM_TIMELINE_MARK_CYCLES"] = "1" if options.timeline_mark_cycles else "0"
-    if options.metrics_port is not None:
-        settings["OCOMM_METRICS_PORT"] = options.metrics_port
-    if options.watch:
-        settings["OCOMM_WATCH"] = "1"
-    if options.log_level is not None:
-        settings["OCOMM_LOG_LEVEL"] = options.log_level
-    if not options.torch_env:
-        settings["OCOMM_TORCH_ENV"] = "0"
-    if options.start_timeout is not None:
-        settings["OCOMM_START_TIMEOUT"] = str(options.start_timeout)
-    return settings
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of ``ocommrun``. Names and meanings are horovodrun's; flags cannot be abbreviated."""
-    parser = argparse.ArgumentParser(
-        prog="ocommrun",
-        usage="ocommrun -np N [-H host:ranks,...] [flags] program [arguments]",
-        description="Start a training program on N ranks.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("-v", "--version", action="version", version=__version__)
-    add("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
-    add("-cb", "--check-build", action="store_true", help="show what is installed; exit code 1 if it cannot train")
-    add("--verbose", action="store_true", help="print the command line that is executed")
-    add(
-        "--watch",
-        action="store_true",
-        help="show ranks, steps per second, bytes, stragglers and stalls while the job runs; needs ocomm[watch]",
-    )
-    add("--config-file", metavar="FILE", help="flags in YAML, in horovodrun's form; the command line wins")
-    add(
-        "--as-horovod",
-        action="store_true",
-        help="the script's 'import horovod.torch' and 'horovod.tensorflow' mean ocomm",
-    )
-    add("--install-horovodrun", action="store_true", help="put a horovodrun that is ocommrun beside this Python")
-    add("--start-timeout", type=_positive, metavar="S", help="seconds until a rank that has not arrived is an error")
-    add(
-        "--no-torch-env",
-        dest="torch_env",
-        action="store_false",
-        help="leave RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as they are; by "
-        "default every rank gets those that are not set, as torchrun's ranks do",
-    )
-    add(
-        "--output-filename", metavar="DIR", help="write each rank's output to files in this folder, not to the terminal"
-    )
-    add(
-        "-prefix-timestamp",
-        "--prefix-output-with-timestamp",
-        dest="prefix_timestamp",
-        action="store_true",
-        help="put the time before each line of output",
-    )
-
-    where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:RANKS,...", help="hosts, and how many ranks each takes")
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line 'host slots=ranks' for each")
-    where.add_argument(
-        "--host-discovery-script", metavar="FILE", help="prints the hosts that there are now, 'host:ranks' on each line"
-    )
-    elastic = parser.add_argument_group("elastic jobs, which go on from their last commit when ranks or hosts are lost")
-    elastic.add_argument("--min-np", "--min-num-proc", type=_positive, metavar="N", help="ranks that are enough")
-    elastic.add_argument("--max-np", "--max-num-proc", type=_positive, metavar="N", help="ranks at most; default: any")
-    elastic.add_argument("--slots-per-host", type=_positive, metavar="N", help="ranks of discovered hosts without ':N'")
-    elastic.add_argument(
-        "--elastic-timeout",
-        type=_positive,
-        metavar="S",
-        help=f"seconds to wait for enough slots, and for ranks to come to init(); default: {_ELASTIC_TIMEOUT_S:.0f}",
-    )
-    elastic.add_argument("--reset-limit", type=_count, metavar="N", help="generations after the first; default: any")
-    elastic.add_argument(
-        "--blacklist-cooldown-range",
-        dest="cooldown_range",
-        type=_positive,
-        nargs=2,
-        metavar=("FIRST", "LONGEST"),
-        help="seconds for which a host that failed is kept out, doubled with each failure; default: for good",
-    )
-    ssh = parser.add_argument_group("ssh")
-    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of sshd on all hosts")
-    ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
-
-    network = parser.add_argument_group("network and MPI")
-    network.add_argument(
-        "--network-interfaces",
-        "--network-interface",
-        dest="interfaces",
-        type=_names,
-        default=(),
-        metavar="NAME,...",
-        help="interfaces, or networks such as 10.0.0.0/24, through which several hosts reach each other; jobs on one "
-        "host use none",
-    )
-    network.add_argument("--tcp", action="store_true", help="TCP only, under Open MPI also between ranks of one host")
-    network.add_argument("--mpi", action="store_true", help="start through MPI, which is the only way there is")
-    network.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
-    network.add_argument(
-        "--mpi-args", type=_shell_words, default="", metavar="'...'", help="further arguments for the MPI's launcher"
-    )
-    network.add_argument(
-        "--binding-args",
-        type=_shell_words,
-        metavar="'...'",
-        help="how ranks are bound to cores, in the launcher's words",
-    )
-
-    tune = parser.add_argument_group("tunables, passed to the ranks as OCOMM_* variables")
-    tune.add_argument(
-        "--fusion-threshold-mb", type=_count, metavar="MIB", help="size of the fusion buffer; 0: no fusion"
-    )
-    tune.add_argument("--cycle-time-ms", type=_not_negative, metavar="MS", help="time between two cycles")
-    tune.add_argument("--cache-capacity", type=_count, metavar="N", help="names in the response cache; 0: no cache")
-    stall = tune.add_mutually_exclusive_group()
-    stall.add_argument("--stall-check", dest="stall_check", action="store_true", default=None, help="look for stalls")
-    stall.add_argument("--no-stall-check", dest="stall_check", action="store_false", help="do not look for stalls")
-    tune.add_argument("--stall-check-warning-time-seconds", type=_count, metavar="S", help="seconds until a warning")
-    tune.add_argument(
-        "--stall-check-shutdown-time-seconds", type=_count, metavar="S", help="seconds until the job ends"
-    )
-    tune.add_argument("--timeline-filename", metavar="FILE", help="write what every tensor waited for, a file per rank")
-    tune.add_argument(
-        "--metrics-port",
-        type=_address,
-        metavar="PORT",
-        help="rank 0 answers GET /metrics there, for Prometheus; PORT on loopback, or ADDRESS:PORT",
-    )
-    cycles = tune.add_mutually_exclusive_group()
-    cycles.add_argument(
-        "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
-    )
-    cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
-    auto = tune.add_mutually_exclusive_group()
-    auto.add_argument(
-        "--autotune", action="store_true", default=None, help="search for the fastest of these while the job runs"
-    )
-    auto.add_argument("--no-autotune", dest="autotune", action="store_false")
-    tune.add_argument("--autotune-log-file", metavar="FILE", help="CSV file with what was tried, of rank 0")
-    for name, (kind, text) in _AUTOTUNE.items():
-        tune.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
-    nodes = tune.add_mutually_exclusive_group()
-    nodes.add_argument(
-        "--hierarchical-allreduce",
-        action="store_true",
-        default=None,
-        help="dense sums inside hosts first (the default where several hosts have several ranks)",
-    )
-    nodes.add_argument("--no-hierarchical-allreduce", dest="hierarchical_allreduce", action="store_false")
-    for first, second in (
-        ("--hierarchical-allgather", "--no-hierarchical-allgather"),
-        ("--torus-allreduce", "--no-torus-allreduce"),
-        ("--mpi-threads-disable", "--no-mpi-threads-disable"),
-        ("--log-with-timestamp", "--log-without-timestamp"),
-    ):
-        name = first[2:].replace("-", "_")
-        tune.add_argument(first, dest=name, action="store_true", default=None, help=argparse.SUPPRESS)
-        tune.add_argument(second, dest=name, action="store_false", help=argparse.SUPPRESS)
-    tune.add_argument("--thread-affinity", metavar="CORE,...", help="cores of the background threads, by local rank")
-    for flag in ("--num-nccl-streams", "--gloo-timeout-seconds"):
-        tune.add_argument(flag, help=argparse.SUPPRESS)
-    tune.add_argument("--disable-cache", action="store_true", default=None, help=argparse.SUPPRESS)
-    tune.add_argument("--log-level", type=str.upper, choices=[level.upper() for level in LEVELS])
-
-    add("command", nargs=argparse.REMAINDER, help="the program and its arguments")
-    return parser
-
-
 def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]:
     if options.hosts is not None:
         return parse_hosts(options.hosts)
@@ -564,7 +211,7 @@ def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]
 
 def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:
     """Returns the interpreter that the ranks run: the command's if it is a Python, else this one."""
-    if _is_python(command):
+    if is_python(command):
         return shutil.which(command[0], path=environ.get("PATH")) or sys.executable
     return sys.executable
 
@@ -606,59 +253,3 @@ def _become(line: CommandLine) -> NoReturn:
         os.execve(line.argv[0], line.argv, {**os.environ, **line.added_environ})
     except OSError as error:
         raise LaunchError(f"{error.filename or line.argv[0]}: {error.strerror}; nothing was started.") from None
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-    return int(text)
-
-
-def _shell_words(text: str) -> str:
-    """Returns ``text``, if a shell could cut it into words."""
-    try:
-        shlex.split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be cut into words: {error}") from None
-    return text
-
-
-def _not_negative(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        value = float(text)
-        if 0 <= value < float("inf"):
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-
-
-#: Types and help texts of the flags --autotune-..., each of which sets the variable OCOMM_AUTOTUNE_... of its name.
-_AUTOTUNE: dict[str, tuple[Callable[[str], float], str]] = {
-    "warmup_samples": (_count, "samples that are thrown away first (default 3)"),
-    "steps_per_sample": (_positive, "steps of a sample (default 10)"),
-    "bayes_opt_max_samples": (_positive, "settings that are tried (default 20)"),
-    "gaussian_process_noise": (_not_negative, "noise of a score, as a part of the spread of all (default 0.8)"),
-}
-
-
-def _address(text: str) -> str:
-    """Returns ``text``, if it says where to listen."""
-    try:
-        parse_address(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used: {error}") from None
-    return text
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
-    return names

@@ -9,17 +9,11 @@ import pytest
 from ocomm.errors import LaunchError
 from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
-from ocomm.launch.cli import (
-    install_horovodrun,
-    installed_record,
-    main,
-    make_parser,
-    require_script,
-    settings_of,
-    with_horovod_names,
-    without_meaning,
-)
+from ocomm.launch.cli import main
 from ocomm.launch.config_file import flags_of, read_config_file
+from ocomm.launch.flags import make_parser, settings_of, without_meaning
+from ocomm.launch.horovodrun import install_horovodrun, installed_record
+from ocomm.launch.programs import require_script, with_horovod_names
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
 from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__

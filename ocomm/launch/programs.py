@@ -1,0 +1,68 @@
+"""The program that ranks run: whether it is there, and what a Python's command line consists of."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+
+from ocomm.errors import LaunchError
+
+#: A word of flags of Python's, the last of which has a value, in this word or the next one.
+_WITH_VALUE = re.compile("-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
+
+
+def require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
+    if command and shutil.which(command[0], path=environ.get("PATH")) is None:
+        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
+
+
+def require_script(command: tuple[str, ...]) -> None:
+    """Raises LaunchError if the command runs a Python script that is not there."""
+    program = _divided(command)[1] if is_python(command) else ()
+    if not program or program[0] in ("-m", "-c", "-"):
+        return
+    if not os.path.exists(program[0]):
+        raise LaunchError(f"there is no file {program[0]!r} in {os.getcwd()} for {command[0]} to run.")
+
+
+def is_python(command: tuple[str, ...]) -> bool:
+    """Returns True if the command's program is a Python, by its name."""
+    return bool(command) and os.path.basename(command[0]).startswith("python")
+
+
+def _divided(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns a command of Python's in two parts: the interpreter with its flags, and the program with its arguments.
+
+    The program begins with a script, with "-", or with "-m" or "-c", also if these stand in one word with other flags,
+    as in -um. It is empty if there is none.
+    """
+    flags, left = [command[0]], list(command[1:])
+    while left and left[0].startswith("-") and left[0] != "-":
+        word = left.pop(0)
+        found = _WITH_VALUE.fullmatch(word)
+        if found is None:
+            flags.append(word)
+            continue
+        if found[1]:
+            flags.append(f"-{found[1]}")
+        left[:0] = [f"-{found[2]}", found[3]] if found[3] else [f"-{found[2]}"]
+        if found[2] in "mc":
+            break
+        flags += left[:2]
+        del left[:2]
+    return tuple(flags), tuple(left)
+
+
+def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ...
+
+    Raises LaunchError if the command is not a Python that runs a script or a module.
+    """
+    if not is_python(command):
+        raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
+    flags, program = _divided(command)
+    if not program or program[0] in ("-c", "-"):
+        raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
+    return (*flags, "-m", "ocomm.launch.as_horovod", *program)
