@@ -247,6 +247,15 @@ def accumulators(optimizer: Any) -> list[Any]:
     return getattr(inner, "_accumulated_gradients", None) or []
 
 
+def refuse_keras_2(thing: Any) -> None:
+    """Raises InvalidRequestError for a model or an optimizer of Keras 2."""
+    if any(base.__module__.startswith("tf_keras.") for base in type(thing).__mro__):
+        raise InvalidRequestError(
+            f"this {type(thing).__name__} is of Keras 2 (tf_keras, which TF_USE_LEGACY_KERAS=1 makes tf.keras). "
+            "ocomm_tf supports Keras 3 alone: unset TF_USE_LEGACY_KERAS, and take models and optimizers of keras."
+        )
+
+
 def check_wrappable(optimizer: Any) -> None:
     """Raises InvalidRequestError if it is no Keras optimizer, or wrapped already, or if Keras has another backend."""
     if keras.backend.backend() not in ("tensorflow", "torch"):
@@ -254,11 +263,7 @@ def check_wrappable(optimizer: Any) -> None:
             f"ocomm_tf trains on Keras' TensorFlow and Torch backends, not on '{keras.backend.backend()}'; set "
             "KERAS_BACKEND=tensorflow or torch before keras is imported."
         )
-    if type(optimizer).__module__.startswith("tf_keras."):
-        raise InvalidRequestError(
-            f"this {type(optimizer).__name__} is of Keras 2 (tf_keras, which TF_USE_LEGACY_KERAS=1 makes tf.keras). "
-            "ocomm_tf supports Keras 3 alone: unset TF_USE_LEGACY_KERAS, and take models and optimizers of keras."
-        )
+    refuse_keras_2(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
     if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):

@@ -19,10 +19,16 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras_optimizer import Distributed, accumulators
+from ocomm_tf.keras_optimizer import Distributed, accumulators, refuse_keras_2
 
 
-class _Callback(keras.callbacks.Callback):
+class _OfKeras3(keras.callbacks.Callback):
+    def set_model(self, model: Any) -> None:
+        refuse_keras_2(model)
+        super().set_model(model)
+
+
+class _Callback(_OfKeras3):
     """Base class of callbacks that communicate with the ranks that train the model."""
 
     def __init__(self, process_set: ProcessSet | None) -> None:
@@ -336,7 +342,7 @@ class DiLoCoCallback(_Callback):
         self._optimizer.finish()
 
 
-class CompressionReportCallback(keras.callbacks.Callback):
+class CompressionReportCallback(_OfKeras3):
     """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as "
     ""ocomm/ratio"
     and so on. Not collective.
@@ -359,7 +365,7 @@ class CompressionReportCallback(keras.callbacks.Callback):
             logs.update(report.metrics(found(), self.prefix))
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(_OfKeras3):
     """Commits an elastic ``state`` after every ``batches_per_commit`` batches, and at the end of every epoch.
     Collective.
 
@@ -387,7 +393,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(_OfKeras3):
     """Counts in ``state.batch`` the batches that are done in this epoch; 0 at its end.
 
     If training continues from such a state, leave those batches out of the first epoch.
@@ -411,7 +417,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._begun = self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(_OfKeras3):
     """Counts in ``state.epoch`` the epochs that are done.
 
     Use ``fit(initial_epoch=state.epoch, epochs=EPOCHS)`` or, as with Horovod, ``fit(epochs=EPOCHS - state.epoch)``.

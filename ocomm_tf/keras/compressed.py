@@ -40,6 +40,7 @@ from ocomm_tf.keras_optimizer import (
     LossScaleOptimizer,
     check_wrappable,
     not_compiled,
+    refuse_keras_2,
     refuse_loss_scaling_outside,
     subclass_of,
 )
@@ -427,6 +428,7 @@ def check_own_step(optimizer: Any, wrapper: str, *known: type) -> None:
 def require_adam(optimizer: Any, wrapper: str) -> None:
     """Raises InvalidRequestError unless ``optimizer`` is a ``keras.optimizers.Adam`` or AdamW with Keras' own step."""
     inner = inner_of(optimizer)
+    refuse_keras_2(inner)
     if not isinstance(inner, keras.optimizers.Adam):
         refuse_other(type(inner).__name__, isinstance(inner, keras.optimizers.SGD), wrapper, "keras.optimizers")
     check_own_step(inner, wrapper, keras.optimizers.Adam)

@@ -464,6 +464,11 @@ class TestCompressed:
                     "^compression=FP16Compressor: ",
                 ),
                 (lambda: hvd.DistributedOptimizer(of_keras_2()), r"is of Keras 2 \(tf_keras, .* unset TF_USE_LEGACY"),
+                (lambda: hvd.DistributedOneBitAdam(of_keras_2()), "^this Adam is of Keras 2"),
+                (lambda: hvd.DistributedLion(of_keras_2()), "^this Adam is of Keras 2"),
+                (lambda: hvd.DistributedDiLoCo(of_keras_2()), "^this Adam is of Keras 2"),
+                (lambda: hvd.callbacks.MetricAverageCallback().set_model(of_keras_2()), "^this Adam is of Keras 2"),
+                (lambda: hvd.callbacks.CompressionReportCallback().set_model(of_keras_2()), "^this Adam is of Keras 2"),
                 (lambda: hvd.DistributedZeroOneAdam(adam(amsgrad=True)), "amsgrad=True is not supported"),
                 (lambda: hvd.DistributedOneBitAdam(used), "has been used already"),
                 (lambda: hvd.DistributedBirder(hvd.DistributedBirder(adam())), "distributed already"),
@@ -477,7 +482,7 @@ class TestCompressed:
 
 
 def of_keras_2() -> Any:
-    """An optimizer as tf_keras has them."""
+    """Something of tf_keras."""
     return type("Adam", (), {"__module__": "tf_keras.src.optimizers.adam"})()
 
 
