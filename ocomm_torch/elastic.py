@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from ocomm import api
 from ocomm.elastic import ObjectState, Part, State, plain, run
+from ocomm.errors import CheckpointError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import Source, one_state
 from ocomm_torch.checkpoint import to_numpy
@@ -223,7 +224,11 @@ class TorchState(ObjectState):
 
             def read(rank: int, name: str = name) -> Any:
                 found = part.read(rank)
-                return None if found is None else to_numpy(found["optimizers"][name])
+                if found is None:
+                    return None
+                if name not in found["optimizers"]:
+                    raise CheckpointError(f"{name!r} was an optimizer without errors or local moments")
+                return to_numpy(found["optimizers"][name])
 
             if part.alone:
                 source = one_state(read(part.rank))

@@ -15,7 +15,7 @@ from ocomm import api
 from ocomm import session as sessions
 from ocomm.elastic.commits import Choice, File, Held, Label, Listing, Part, choose, without
 from ocomm.elastic.folder import Folder, received
-from ocomm.errors import CheckpointError
+from ocomm.errors import CheckpointError, OcommError, clause
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
 
@@ -135,7 +135,8 @@ class Keeper:
 
         Raises:
             CheckpointError: On all ranks, if a rank's folder is not its user's alone or no commit in it is intact; on
-                some ranks, if a commit whose checksum is right cannot be loaded, or its files cannot be handled.
+                some ranks, if a commit whose checksum is right cannot be loaded, as that of another model, or its files
+                cannot be handled.
         """
         try:
             return self._resume()
@@ -154,10 +155,13 @@ class Keeper:
         choice = self._choose(listings)
         if choice is None:
             return False
-        state.load_replicated(self._replicated(choice, len(listings)))
+        replicated = self._replicated(choice, len(listings))
+        with self._loading(choice.label):
+            state.load_replicated(replicated)
         part = self._parts(choice, len(listings))
         if part.size:
-            state.load_own(part)
+            with self._loading(choice.label):
+                state.load_own(part)
         state.commits = choice.label.number
         self._kept = choice.label
         state.save()
@@ -311,6 +315,21 @@ class Keeper:
         except Exception as error:  # it is not known what readers of states raise
             raise CheckpointError(
                 f"the commit {self.folder.path / name} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    @contextlib.contextmanager
+    def _loading(self, label: Label) -> Iterator[None]:
+        """Names the commit where the state does not take it, as that of another model or with other values."""
+        try:
+            yield
+        except Exception as error:  # it is not known what models and optimizers raise
+            if isinstance(error, OcommError) and not isinstance(error, CheckpointError):
+                raise  # a collective has failed
+            why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"the state does not take commit {label.number} in {self.folder.path}: {clause(why)}. If that commit "
+                "is of another model, script or optimizer, name another folder, or remove what begins with "
+                f"{self.folder.stem} from it to start anew."
             ) from error
 
     def _send(self, data: bytes, root: int, name: str) -> bytes:

@@ -195,3 +195,22 @@ def test_a_disk_that_is_full_says_so_at_every_commit(tmp_path: Path) -> None:
     # Nothing of those is left.
     assert sorted(label.number for label in Folder(tmp_path, "set0.1").listing()) == [1, 5]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_commit_that_the_state_does_not_take_is_an_error_that_names_it_and_says_what_to_do(tmp_path: Path) -> None:
+    job(tmp_path, 3)
+
+    class OfAnotherModel(Ranked):
+        def load_replicated(self, value: dict[str, Any]) -> None:
+            raise KeyError("weight")
+
+    def body(session: Session) -> None:
+        session.settings = dataclasses.replace(session.settings, elastic_folder=str(tmp_path))
+        with pytest.raises(CheckpointError) as caught:
+            elastic.run(lambda state: None)(OfAnotherModel(step=0))
+        message = str(caught.value)
+        assert f"the state does not take commit 3 in {tmp_path}: KeyError: 'weight'. " in message
+        assert "remove what begins with set0.1 from it to start anew" in message
+
+    run_ranks(2, body)
+    assert job(tmp_path, 0) == [(3, 3, 3), (3, 3, 103)]
