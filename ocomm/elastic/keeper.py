@@ -187,7 +187,7 @@ class Keeper:
         try:
             mine = self.folder.listing()
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = f"{self.folder.path}: {error.strerror}" if error.strerror else str(error)
         said = api.allgather_object((mine, problem), "elastic.listings", self.set)
         for rank, (_, why) in zip(self.set.ranks, said, strict=True):
             if why:

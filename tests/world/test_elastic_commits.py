@@ -214,3 +214,9 @@ def test_a_commit_that_the_state_does_not_take_is_an_error_that_names_it_and_say
 
     run_ranks(2, body)
     assert job(tmp_path, 0) == [(3, 3, 3), (3, 3, 103)]
+
+
+def test_what_is_no_folder_is_an_error_on_all_ranks_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(CheckpointError, match=f"rank 0 cannot use its elastic commits: {tmp_path}/taken: Not a dir"):
+        job(tmp_path / "taken", 1)
