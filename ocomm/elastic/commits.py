@@ -28,6 +28,12 @@ class Label:
     number: int
     token: str
 
+    def is_displaced_by(self, other: Label) -> bool:
+        """Returns True if ``other`` is of a job that has begun since this one's generation, or with it. Each generation
+        takes a number above those that it finds.
+        """
+        return other.generation >= self.generation and other.token != self.token
+
     def __str__(self) -> str:
         return f"g{self.generation:04d}-{self.number:08d}-{self.token}"
 

@@ -91,13 +91,24 @@ class Keeper:
     def write(self) -> None:
         """Writes what the state has saved in memory.
 
-        If it cannot be written there is a warning at every commit, because a full disk must not end the training.
+        If it cannot be written there is a warning at every commit, because a full disk must not end the training. The
+        same holds where another job has begun to use the folder, which would remove what is written.
         """
         session = sessions.current()
         state, folder = self.state, self.folder
         label = Label(self.label.generation, state.commits, self.label.token)
         replicated, own = state.saved
         try:
+            if any(self.label.is_displaced_by(other) for other in folder.listing()):
+                _log.warning(
+                    "rank %d does not keep commit %d: another job keeps its own in %s, and removes those of this one. "
+                    "Training goes on, but would go on from the other's after a failure. Let each job have an "
+                    "OCOMM_ELASTIC_FOLDER of its own.",
+                    session.require_topology().rank,
+                    label.number,
+                    folder.path,
+                )
+                return
             if own is not None:
                 me = self.set.rank()
                 folder.write(folder.of_rank(label, me, self.set.size(), self._places[me]), lambda f: state.dump(own, f))

@@ -220,3 +220,31 @@ def test_what_is_no_folder_is_an_error_on_all_ranks_that_names_it(tmp_path: Path
     (tmp_path / "taken").write_text("")
     with pytest.raises(CheckpointError, match=f"rank 0 cannot use its elastic commits: {tmp_path}/taken: Not a dir"):
         job(tmp_path / "taken", 1)
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_a_job_whose_folder_another_one_takes_says_so_and_leaves_the_others_commits(
+    begun: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        session.settings = dataclasses.replace(session.settings, elastic_folder=str(tmp_path))
+
+        @elastic.run
+        def train(state: Ranked) -> None:
+            for _ in range(begun):
+                state.commit()
+            if ocomm.rank() == 0:
+                job(tmp_path, 1)
+            ocomm.barrier()
+            state.commit()
+
+        train(Ranked(step=0))
+
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        run_ranks(2, body)
+    said = sorted(record.message for record in caplog.records if "another job" in record.message)
+    assert [message.partition(":")[0] for message in said] == [
+        f"rank {rank} does not keep commit {begun + 1}" for rank in (0, 1)
+    ]
+    assert str(tmp_path) in said[0]
+    assert job(tmp_path, 0) == [(begun + 1, 1, 1), (begun + 1, 1, 101)]
