@@ -108,8 +108,10 @@ class Generations:
         self._found = tuple(hosts)
 
     def committed(self, number: int) -> None:
-        """Notes that the running generation has kept a commit."""
-        if number > self.commit:
+        """Notes that the running generation has kept commit ``number``; 0 for none yet. It may be smaller than that
+        of a generation before: another state counts its own, and a generation may have gone back further.
+        """
+        if number:
             self.commit, self._has_committed = number, True
 
     def ended(self, now_s: float, failures: Sequence[Failure], why: str = "") -> None:

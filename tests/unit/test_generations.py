@@ -52,6 +52,17 @@ def test_three_failures_without_a_commit_are_the_end_and_a_commit_makes_up_for_t
     )
 
 
+def test_a_commit_counts_also_if_a_generation_before_had_one_with_a_greater_number() -> None:
+    generations = job(Limits(2, 2), A)
+    for now_s, number in enumerate([6, 1, 2, 3]):  # a second state, say, which counts its commits anew
+        assert generations.next(now_s) == Start(now_s + 1, (A,))
+        generations.committed(0)
+        generations.committed(number)
+        generations.ended(now_s, [Failure("a", 1, "died")])
+        assert generations.commit == number
+    assert isinstance(generations.next(4.0), Start)
+
+
 def test_a_cooldown_lets_a_host_come_back_later_each_time() -> None:
     generations = job(Limits(4, 2, cooldown_s=(10.0, 30.0)), A, B)
     for number, (now_s, out_s) in enumerate([(0.0, 10.0), (100.0, 20.0), (200.0, 30.0), (300.0, 30.0)]):
