@@ -129,12 +129,16 @@ class Optimizer(CompressedOptimizer):
                 return
             if optimizer._agreed is not None:
                 raise AssertionError(TOO_MANY_PASSES)
+            optimizer._queue_callback()  # before the hook, which may read watched gradients of an earlier pass
             hook(parameter)
-            if not optimizer._callback_queued and optimizer._stepper.begun:
-                optimizer._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(optimizer._on_backward_end)
+            optimizer._queue_callback()
 
         return hook_and_wait
+
+    def _queue_callback(self) -> None:
+        if not self._callback_queued and self._stepper.begun:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         """Waits for the averages if every gradient is there, because what is missing on other ranks may need this rank

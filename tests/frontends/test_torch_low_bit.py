@@ -240,6 +240,34 @@ def test_a_use_of_a_gradient_waits_where_backward_has_not_reached_every_paramete
     assert all_equal(run_ranks(2, body))
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "channels last"])
+def test_several_backward_calls_of_a_step_give_what_one_gives(kind: str) -> None:
+    """Where a bucket is read in a later call, and gradients of an earlier one have to be copied."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    shapes = ((3, 2, 2, 2), (5, 4, 2, 2), (2, 2, 2, 2))
+
+    def body(session: Session, calls: Sequence[Sequence[int]]) -> str:
+        rank = rank_of(session)
+        tensors = [torch.from_numpy(array).to(dtype) for array in initial(shapes)]
+        if kind == "channels last":
+            tensors = [tensor.to(memory_format=torch.channels_last) for tensor in tensors]
+        parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
+        optimizer = wrapped(sgd, parameters, 8)
+        for step in range(1, 5):
+            wanted = [torch.from_numpy(array).to(dtype) for array in gradients(step, rank, shapes)]
+            for call in calls:
+                torch.stack([(parameters[index] * wanted[index]).sum() for index in call]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.compression_report()["overlap"]
+        return digest([p.detach().float().contiguous().numpy() for p in parameters])
+
+    def run(calls: Sequence[Sequence[int]]) -> list[str]:
+        return run_ranks(2, lambda session: body(session, calls))
+
+    assert run(((0, 1), (2,))) == run(((0, 1, 2),))
+
+
 def test_several_optimizers_whose_gradients_come_in_other_orders_do_not_wait_crosswise() -> None:
     def body(session: Session) -> Any:
         rank = rank_of(session)
