@@ -379,7 +379,7 @@ class ReferenceKernels:
         joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
         joined &= np.diff(blocks["offset"]) == blocks["length"][:-1]
         firsts = np.flatnonzero(np.concatenate([[True], ~joined])[: blocks.size])
-        lasts = np.append(firsts[1:], blocks.size) - 1
+        lasts = np.append(firsts, blocks.size)[1:] - 1
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
             tensor = tensors[blocks["tensor"][first]]
             if tensor["skip"]:

@@ -23,6 +23,7 @@ from ocomm.types import Settings
 from ocomm_torch.functions import broadcast_optimizer_state
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from tests.frontends.every_kind import KINDS
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
 from tests.world.test_runtime import threads_only
 from tests.worlds import run_ranks
@@ -251,6 +252,20 @@ def test_parameters_without_elements_take_no_part_and_do_not_hold_up_the_others(
     moved, stage, averages = run(body)
     assert moved == pytest.approx([-0.05] * 4, rel=1e-5)
     assert (stage, averages) == ("compressed", 0)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_an_optimizer_whose_parameters_have_no_elements_steps_like_another(kind: str) -> None:
+    def body(rank: int) -> int:
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((0,), (3, 0))]
+        optimizer = KINDS[kind].wrap(parameters)
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum((p * 2).sum() for p in parameters).backward()
+            optimizer.step()
+        return optimizer.compression_report()["step"]
+
+    assert run(body) == 4
 
 
 def test_sparse_gradients_give_what_dense_ones_give() -> None:
