@@ -100,7 +100,13 @@ class Core(abc.ABC):
     #: What is said if something is not finite in a step, with the step and world ranks.
     non_finite_text = (
         "a gradient is NaN or Inf in step {step}, on rank(s) {ranks}; the step was discarded on all ranks. Use a "
-        "GradScaler, clip, or lower the learning rate."
+        "GradScaler, clip, or lower the learning rate. A finite gradient counts if a square or sum of it overflows "
+        "float32."
+    )
+    #: What is said if no rank has such a gradient, with the step.
+    overflow_text = (
+        "in step {step} the gradients of all ranks are finite, but their average or its square overflows float32; the "
+        "step was discarded on all ranks. Clip, or lower the learning rate."
     )
     #: What is said if the ranks' settings differ.
     hyper_text = "lr, betas, eps or weight decay differ between ranks"

@@ -128,6 +128,11 @@ class DiLoCo(Core):
         "a parameter or buffer is NaN or Inf at the sync of step {step}, on rank(s) {ranks}; all ranks have returned "
         "to the parameters of the last sync. Clip, or lower the wrapped optimizer's learning rate."
     )
+    overflow_text = (
+        "at the sync of step {step} all parameters and buffers are finite, but an average of what ranks send overflows "
+        "float32; all ranks have returned to the parameters of the last sync. Clip, or lower the wrapped optimizer's "
+        "learning rate."
+    )
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: DiLoCoOptions) -> None:
         super().__init__(layout, rank, kernels, options)

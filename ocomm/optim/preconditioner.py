@@ -100,7 +100,8 @@ class Preconditioner:
         if not np.isfinite(variance).all():
             raise NonFiniteError(
                 f"tensor {spec.name!r}: Adam's variance is NaN or Inf after {when}, so it cannot be frozen; "
-                "look for a gradient that was not finite during the warm-up"
+                "gradients above about 1e19, whose squares overflow float32, make it so: clip with max_grad_norm= from "
+                "the first step on"
             )
         self._allocate()
         root = np.sqrt(variance / np.float32(correction))

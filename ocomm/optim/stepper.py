@@ -490,7 +490,8 @@ class Stepper:
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
             found = self._with_places(self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite))
-            raise NonFiniteError(f"{self.name}: {self.core.non_finite_text.format(step=self.step, ranks=found)}")
+            text = self.core.overflow_text if found == "[]" else self.core.non_finite_text
+            raise NonFiniteError(f"{self.name}: {text.format(step=self.step, ranks=found)}")
         return StepOutcome.TAKE
 
     def _with_places(self, ranks: Sequence[int]) -> str:

@@ -167,6 +167,35 @@ def test_a_non_finite_gradient_on_one_rank_raises_on_all_and_changes_nothing(
         assert "a gradient is NaN or Inf in step 9, on rank(s) [1]; " in message
 
 
+def test_finite_gradients_whose_average_overflows_are_no_ranks_fault() -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        result = gradients(step, rank)
+        if step == 3:
+            result[0][3, 5] = 3e38
+        return result
+
+    def body(session: Session) -> None:
+        said = "in step 3 the gradients of all ranks are finite, but their average or its square overflows float32"
+        with pytest.raises(NonFiniteError, match=said):
+            train(rank_of(session), 4, grads=grads, freeze_step=100)
+
+    run_ranks(2, body)
+
+
+def test_a_variance_that_has_overflowed_says_what_made_it_so() -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        result = gradients(step, rank)
+        if step == 2:
+            result[0][3, 5] = 1e22
+        return result
+
+    def body(session: Session) -> None:
+        with pytest.raises(NonFiniteError, match=r"variance is NaN or Inf after step 3, .* squares overflow float32"):
+            train(rank_of(session), 4, grads=grads, freeze_step=3)
+
+    run_ranks(2, body)
+
+
 def clip_one_rank(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
     if step == 9 and rank == 1:
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
