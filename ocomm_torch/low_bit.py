@@ -43,6 +43,11 @@ TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally. " + OF_ANOTHER
 )
+AVERAGED_EARLY = (
+    "a backward pass has computed the gradient of '{name}' after the averages of this step were made, because a "
+    "gradient was used, or synchronize() called, between two backward calls. Use gradients after the last backward "
+    "call of a step."
+)
 CLEARED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     "This is prohibited as it can cause a race condition. " + OF_ANOTHER
@@ -89,6 +94,8 @@ class Optimizer(CompressedOptimizer):
         #: Why no rank may step on them.
         self._failure: NonFiniteError | None = None
         self._callback_queued = False
+        #: True if the averages of this step were made before each parameter had a gradient.
+        self._is_early = False
         #: When the last backward pass had computed all gradients; None before it.
         self.backward_ended: float | None = None
         #: True once it is known that nothing else averages the same gradients.
@@ -128,7 +135,8 @@ class Optimizer(CompressedOptimizer):
             if optimizer is None:
                 return
             if optimizer._agreed is not None:
-                raise AssertionError(TOO_MANY_PASSES)
+                name = optimizer._names[index]
+                raise AssertionError(AVERAGED_EARLY.format(name=name) if optimizer._is_early else TOO_MANY_PASSES)
             optimizer._queue_callback()  # before the hook, which may read watched gradients of an earlier pass
             hook(parameter)
             optimizer._queue_callback()
@@ -196,6 +204,7 @@ class Optimizer(CompressedOptimizer):
     def _average(self) -> None:
         if self._agreed is not None:
             return
+        self._is_early = not self._is_complete
         if not self._is_checked:
             self._is_checked = True
             refuse_averaged(self._parameters, "DistributedOptimizer")

@@ -268,6 +268,20 @@ def test_several_backward_calls_of_a_step_give_what_one_gives(kind: str) -> None
     assert run(((0, 1), (2,))) == run(((0, 1, 2),))
 
 
+def test_a_backward_call_after_a_use_of_gradients_says_what_made_the_averages() -> None:
+    def body(session: Session) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = wrapped(sgd, parameters, 8)
+        parameters[0].sum().backward()
+        assert parameters[0].grad is not None
+        parameters[0].grad.norm()
+        with pytest.raises(AssertionError, match=r"gradient of 'tensor\.1' .* used, .* between two backward calls"):
+            parameters[1].sum().backward()
+        assert optimizer.compression_report()["step"] == 1
+
+    run_ranks(2, body)
+
+
 def test_several_optimizers_whose_gradients_come_in_other_orders_do_not_wait_crosswise() -> None:
     def body(session: Session) -> Any:
         rank = rank_of(session)
