@@ -26,7 +26,7 @@ from ocomm.runtime.rendezvous import Store
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
 from ocomm.telemetry import log
-from ocomm.torch_variables import MASTER, contradiction, missing
+from ocomm.torch_variables import MASTER, contradiction, malformed, missing
 from ocomm.transport import mpi
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
@@ -159,6 +159,8 @@ def _find_launch(store: Store | None, meeting: Meeting | None) -> tuple[Launch |
         return Launch("torch.distributed.get_world_size()", group[1], group[0], ""), store
     if meeting is not None:
         return Launch("torch.distributed.init_process_group()", meeting.size, meeting.rank, ""), meeting.store
+    if problem := malformed(os.environ):
+        raise LaunchError(f"{problem}.")
     if launch is None and store is not None:
         raise LaunchError(
             "init(store=...) needs this process's number and that of all processes: set RANK and WORLD_SIZE, or "

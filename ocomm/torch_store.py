@@ -51,6 +51,9 @@ def find(environment: Mapping[str, str], rank: int, size: int, timeout_s: float)
             "other. Start with torchrun, ocommrun -np N, mpirun or srun, set them to a host and a free port of rank 0, "
             "or pass a torch.distributed.Store as init(store=...)."
         )
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise LaunchError(f"MASTER_PORT={port} is no port: set it on all ranks to a free port of rank 0's host.")
     try:
         from torch.distributed import TCPStore
     except ImportError as error:
@@ -59,7 +62,6 @@ def find(environment: Mapping[str, str], rank: int, size: int, timeout_s: float)
             f"Torch's, which cannot be imported here ({error}). Type pip install torch, or start the script with "
             "ocommrun -np N, which needs none."
         ) from error
-    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
     is_of_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = TCPStore(

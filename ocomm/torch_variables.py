@@ -35,6 +35,26 @@ def contradiction(environment: Mapping[str, str], rank: int, size: int, source: 
     return ""
 
 
+def malformed(environment: Mapping[str, str]) -> str:
+    """Returns why RANK and WORLD_SIZE give this process no place among the ranks, as a sentence; "" if they do, or if
+    WORLD_SIZE is not set.
+
+    Args:
+        environment: The environment of this process, which no launcher of MPI's has started.
+    """
+    size, rank = environment.get("WORLD_SIZE", ""), environment.get("RANK", "")
+    if not size:
+        return ""
+    if not size.isdecimal() or int(size) == 0:
+        return f"WORLD_SIZE={size} is no number of ranks: set it to a whole number of 1 or more, or unset it"
+    places = f"number the ranks from 0 to {int(size) - 1} by RANK, or unset WORLD_SIZE"
+    if not rank and size != "1":
+        return f"WORLD_SIZE={size} is set, but not RANK: {places}"
+    if rank and not (rank.isdecimal() and int(rank) < int(size)):
+        return f"RANK={rank} is no rank of WORLD_SIZE={size}: {places}"
+    return ""
+
+
 def inherited(environment: Mapping[str, str], size: int | None) -> list[str]:
     """Returns the variables that ranks must not inherit from their launcher, because theirs have other values.
 

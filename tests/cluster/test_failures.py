@@ -225,6 +225,12 @@ def test_an_mpi_that_only_its_own_launcher_can_start_is_named_under_torchrun() -
     )
 
 
+def test_a_number_of_ranks_that_is_none_is_an_error_and_no_rank_trains_alone() -> None:
+    ended = one_rank("bootstrap.initialize()", WORLD_SIZE="two", RANK="0")
+    assert ended.code == 1
+    assert "LaunchError: WORLD_SIZE=two is no number of ranks: " in ended.stderr
+
+
 def test_a_launcher_of_another_mpi_is_named() -> None:
     ended = one_rank("bootstrap.initialize()", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
     assert ended.code == 1

@@ -57,6 +57,12 @@ def test_variables_that_are_missing_are_named() -> None:
         torch_store.find({"MASTER_ADDR": "127.0.0.1"}, 1, 2, 60.0)
 
 
+@pytest.mark.parametrize("port", ["abc", "0", "99999"])
+def test_a_port_that_is_none_is_named_at_once(port: str) -> None:
+    with pytest.raises(LaunchError, match=f"^MASTER_PORT={port} is no port: set it on all ranks to a free port of ran"):
+        torch_store.find(environment() | {"MASTER_PORT": port}, 0, 2, 600.0)
+
+
 def test_without_torch_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(LaunchError, match=r"cannot be imported here .* Type pip install torch, or start "):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from ocomm.torch_variables import OF_LAUNCHERS, contradiction, exports, inherited, missing
+from ocomm.torch_variables import OF_LAUNCHERS, contradiction, exports, inherited, malformed, missing
 
 NAMES = list(OF_LAUNCHERS)
 
@@ -58,3 +58,22 @@ def test_ranks_must_not_inherit_the_place_of_another(
     environ: dict[str, str], size: int | None, wrong: list[str]
 ) -> None:
     assert inherited(environ, size) == wrong
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, ""),
+        ({"WORLD_SIZE": "", "RANK": "7"}, ""),
+        ({"WORLD_SIZE": "1"}, ""),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ""),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number of ranks: set it to a whole number of 1 or more"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE=0 is no number of ranks"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but not RANK: number the ranks from 0 to 3 by RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is no rank of WORLD_SIZE=2: number the ranks from 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK=-1 is no rank of WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3 is no rank of WORLD_SIZE=1"),
+    ],
+)
+def test_a_rank_without_a_place_is_told_so(environ: dict[str, str], said: str) -> None:
+    assert malformed(environ).startswith(said) and bool(malformed(environ)) == bool(said)
