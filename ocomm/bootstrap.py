@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ _follows = False
 #: Seconds for which such a rank waits at its end, so that the launcher sees first how the other rank has ended.
 _FOLLOW_S = 1.0
 _hooked = False
+#: Held while a thread starts the session; others that call ``init()`` meanwhile find it started.
+_starting = threading.Lock()
 #: What has started MPI, if no launcher of MPI's has.
 _pmi: PmiStart | None = None
 #: The variable in which a rank says who it is to the processes that it starts, which inherit it: the job, its number in
@@ -85,7 +88,8 @@ def initialize(
     """Starts the session of the process: over MPI if a launcher has started the process, else as a single rank.
 
     If the launcher is not one of MPI's, the ranks meet in a store, and MPI starts by PMI. Collective over all ranks of
-    the job, or over those of ``communicator`` if MPI was started before. A second call does nothing.
+    the job, or over those of ``communicator`` if MPI was started before. A second call does nothing, also while another
+    thread makes the first, for which it waits.
 
     Args:
         communicator: An mpi4py Comm, or a list of ranks of COMM_WORLD; None for all ranks.
@@ -107,6 +111,18 @@ def initialize(
             f"init() was called in process {os.getpid()}, which was forked from a rank (pid {session.pid}). Only the "
             "processes that the launcher started are ranks."
         )
+    with _starting:
+        if not session.is_initialized:
+            _start(session, communicator, process_sets, store, meeting)
+
+
+def _start(
+    session: Session,
+    communicator: Any,
+    process_sets: Sequence[Sequence[int]],
+    store: Store | None,
+    meeting: Meeting | None,
+) -> None:
     settings = read_settings(os.environ)
     key = take_key(os.environ)
     log.configure(settings.log_level)

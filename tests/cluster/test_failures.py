@@ -111,6 +111,19 @@ def test_a_script_that_ends_well_ends_well_with_or_without_shutdown() -> None:
     assert (done.code, done.said, done.stderr) == (0, ["rank 0 is done", "rank 1 is done"], "")
 
 
+def test_threads_that_all_call_init_start_mpi_once() -> None:
+    script = """
+threads = [threading.Thread(target=bootstrap.initialize) for _ in range(4)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+say(f"rank {started()} is done")
+"""
+    done = mpirun(2, "import threading\n" + script)
+    assert (done.code, done.said, done.stderr) == (0, ["rank 0 is done", "rank 1 is done"], "")
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_exception_on_one_rank_ends_the_others_with_its_words(culprit: int) -> None:
     script = f"""
