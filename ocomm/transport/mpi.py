@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ocomm import mpi_settings
-from ocomm.errors import LaunchError
+from ocomm.errors import InvalidRequestError, LaunchError
 from ocomm.types import Bytes
 
 _log = logging.getLogger("ocomm")
@@ -148,12 +148,32 @@ def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport
 
     Initialises MPI with the settings of ``mpi_settings`` that the user has not made; ``one_host`` says that all ranks
     of the job are on one host. Collective over the ranks of the communicator, and over all ranks in the first call.
+
+    Raises:
+        LaunchError: There is no MPI, or it has been finalized.
+        InvalidRequestError: ``communicator`` is something else, or COMM_NULL.
     """
+    if _import().Is_finalized():
+        raise LaunchError(
+            "MPI has been finalized in this process, and cannot be started again. Leave MPI.Finalize() out of the "
+            "script: ocomm calls it when the process ends."
+        )
     mpi = _load(one_host)
-    if isinstance(communicator, Sequence):
+    if isinstance(communicator, Sequence) and not isinstance(communicator, str):
         group = mpi.COMM_WORLD.Get_group().Incl(list(communicator))
         return MpiTransport(mpi, mpi.COMM_WORLD.Create_group(group))
-    return MpiTransport(mpi, (communicator or mpi.COMM_WORLD).Dup())
+    if communicator is None:
+        communicator = mpi.COMM_WORLD
+    if communicator == mpi.COMM_NULL:
+        raise InvalidRequestError(
+            f"init(comm=MPI.COMM_NULL) on rank {mpi.COMM_WORLD.rank} of COMM_WORLD, which is in no communicator, as "
+            "Comm.Split with MPI.UNDEFINED leaves it: call init() on ranks that are in one."
+        )
+    if not isinstance(communicator, mpi.Intracomm):
+        raise InvalidRequestError(
+            f"init(comm={communicator!r}): pass an mpi4py Intracomm, a list of the launcher's ranks, or None for all."
+        )
+    return MpiTransport(mpi, communicator.Dup())
 
 
 def world_ranks(communicator: Any) -> list[int]:

@@ -124,6 +124,33 @@ say(f"rank {started()} is done")
     assert (done.code, done.said, done.stderr) == (0, ["rank 0 is done", "rank 1 is done"], "")
 
 
+def test_a_rank_in_no_communicator_is_told_so_and_does_not_wait_for_the_world() -> None:
+    script = """
+from mpi4py import MPI
+part = MPI.COMM_WORLD.Split(0 if MPI.COMM_WORLD.rank == 0 else MPI.UNDEFINED)
+bootstrap.initialize(part)
+"""
+    ended = mpirun(2, script, OCOMM_START_TIMEOUT="600")
+    assert ended.code == 1
+    assert "InvalidRequestError: init(comm=MPI.COMM_NULL) on rank 1 of COMM_WORLD, which is in no " in ended.stderr
+
+
+@pytest.mark.parametrize("comm", ["'01'", "5", "{0}"])
+def test_what_is_no_communicator_is_named(comm: str) -> None:
+    ended = one_rank(f"bootstrap.initialize({comm})")
+    assert ended.code == 1
+    assert f"InvalidRequestError: init(comm={comm}): pass an mpi4py Intracomm, a list of the launcher" in ended.stderr
+
+
+def test_a_start_after_mpi_was_finalized_says_so() -> None:
+    ended = one_rank(
+        "from mpi4py import MPI; bootstrap.initialize([0]); session.current().shutdown(); MPI.Finalize(); "
+        "bootstrap.initialize([0])"
+    )
+    assert ended.code == 1
+    assert "LaunchError: MPI has been finalized in this process, and cannot be started again. " in ended.stderr
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_exception_on_one_rank_ends_the_others_with_its_words(culprit: int) -> None:
     script = f"""
