@@ -108,15 +108,21 @@ class Arrival:
 
     def report(self) -> str:
         """Returns the message for when the time is up."""
+        where = f"ocomm: rank {self.rank} of {self.size} on {socket.gethostname()}: after {self.timeout_s:.0f} s"
         missing = "no list of them could be kept"
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):  # the process ends all the same
                 arrived = {int(name) for name in os.listdir(self._descriptor) if name.isdigit()}
-                missing = str([rank for rank in range(self.size) if rank not in arrived])
+                absent = [rank for rank in range(self.size) if rank not in arrived]
+                if not absent:
+                    return (
+                        f"{where} MPI has not connected the ranks, which have all come to init(). Pass the same "
+                        "communicator, or list of ranks, as init(comm=...) on all of them; else look at the network.\n"
+                    )
+                missing = str(absent)
         return (
-            f"ocomm: rank {self.rank} of {self.size} on {socket.gethostname()}: after {self.timeout_s:.0f} s these "
-            f"ranks have not come to init() (as seen from this host): {missing}. Look at their output for errors, or "
-            "raise OCOMM_START_TIMEOUT.\n"
+            f"{where} these ranks have not come to init() (as seen from this host): {missing}. Look at their output "
+            "for errors, or raise OCOMM_START_TIMEOUT.\n"
         )
 
 

@@ -30,6 +30,12 @@ def test_who_has_left_a_file_has_arrived_and_the_last_removes_the_folder() -> No
     assert not folder.exists()
 
 
+def test_where_all_have_arrived_nobody_is_blamed() -> None:
+    ranks = [Arrival("job", rank, 2, 600.0) for rank in range(2)]
+    with ranks[0], ranks[1]:
+        assert "MPI has not connected the ranks, which have all come to init(). Pass the same " in ranks[0].report()
+
+
 def test_what_a_job_that_was_killed_has_left_is_removed_after_a_day(temporary: Path) -> None:
     left, new, other = (
         temporary / f"ocomm-{user}-{job}" for user, job in ((os.getuid(), "a"), (os.getuid(), "b"), (7, "c"))
