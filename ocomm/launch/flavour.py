@@ -141,9 +141,9 @@ def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
         for name in ("mpirun", "mpiexec"):
             path = shutil.which(name, path=folder) if folder else None
             if path is not None:
-                return _without_wrapper(classify_launcher(path, _version_text(path, environ)))
+                return _without_wrapper(_asked(path, environ))
     if "SLURM_JOB_ID" in environ and (path := shutil.which("srun", path=search)) is not None:
-        return classify_launcher(path, _version_text(path, environ))
+        return _asked(path, environ)
     raise LaunchError(
         f"no MPI found: there is no mpirun or mpiexec in {beside} or on PATH ({search or 'which is empty'})"
         f"{', and no srun' if 'SLURM_JOB_ID' in environ else ''}. {_INSTALL}"
@@ -199,7 +199,8 @@ def _hint(reason: str) -> str:
     return _INSTALL
 
 
-def _version_text(path: str, environ: Mapping[str, str]) -> str:
+def _asked(path: str, environ: Mapping[str, str]) -> Launcher:
+    """Returns the launcher at ``path`` from what its ``--version`` prints. Raises LaunchError."""
     try:
         # Intel's mpirun is a script that looks for mpiexec.hydra on PATH, though it lies beside it.
         search = os.pathsep.join(filter(None, (os.path.dirname(path), environ.get("PATH", ""))))
@@ -216,7 +217,14 @@ def _version_text(path: str, environ: Mapping[str, str]) -> str:
         raise LaunchError(f"{path} --version did not end within {PROBE_TIMEOUT_S:.0f} s.") from None
     except OSError as error:
         raise LaunchError(f"{path} cannot be executed: {error.strerror}.") from None
-    return done.stdout
+    try:
+        return classify_launcher(path, done.stdout)
+    except LaunchError:
+        if done.returncode == 0:
+            raise
+        said = (done.stdout.strip().splitlines() or ["nothing"])[0]
+        remedy = "" if "HOME" in environ else " HOME is not set, which Open MPI needs: set it to a folder."
+        raise LaunchError(f"{path} --version ended with status {done.returncode}: {said}.{remedy}") from None
 
 
 def _without_wrapper(launcher: Launcher) -> Launcher:

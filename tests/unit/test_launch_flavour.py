@@ -131,6 +131,15 @@ def test_the_mpirun_beside_python_is_preferred_to_the_one_on_path(tmp_path):
     assert find_launcher(str(tmp_path / "elsewhere" / "python"), environ).path == other
 
 
+def test_a_launcher_that_cannot_run_is_not_taken_for_an_unknown_one(tmp_path):
+    path = make_program(tmp_path / "mpirun", "Error: Unable to get the user home directory'; exit 1; '")
+    failed = f"{path} --version ended with status 1: Error: Unable to get the user home directory."
+    for environ, remedy in (({"HOME": "/"}, ""), ({}, " HOME is not set, which Open MPI needs: set it to a folder.")):
+        with pytest.raises(LaunchError) as caught:
+            find_launcher(str(tmp_path / "python"), environ)
+        assert str(caught.value) == failed + remedy
+
+
 def test_srun_is_taken_inside_an_allocation_that_has_no_mpirun(tmp_path):
     srun = make_program(tmp_path / "usr" / "srun", "slurm 23.11.4")
     environ = {"PATH": str(tmp_path / "usr"), "SLURM_JOB_ID": "7"}
