@@ -41,6 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status of a supervised job, or of a call that starts none: 0 if it did what it was asked for, else 1.
     """
+    _open_standard_files()
     parser = make_parser()
     args = list(sys.argv[1:] if args is None else args)
     options = parser.parse_args(args)
@@ -69,6 +70,20 @@ def main(args: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"ocommrun: {error}", file=sys.stderr)
         return 1
+
+
+def _open_standard_files() -> None:
+    """Opens those of standard input, output and error that are closed on the null device.
+
+    A file or connection that is opened later would get the number of a closed one, and with it what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +61,15 @@ def test_all_ranks_run_in_one_world_with_the_settings_and_without_input(tmp_path
 def test_the_exit_code_of_a_rank_is_the_jobs():
     done = ocommrun("-np", "2", sys.executable, "-c", RANK + "raise SystemExit(3 if world.rank == 1 else 0)")
     assert done.returncode == 3, done.stderr
+
+
+@needs_mpi
+@pytest.mark.parametrize("flags", [(), ("--min-np", "1")], ids=["plain", "elastic"])
+def test_a_job_needs_no_standard_files(flags, tmp_path):
+    script = f"import ocomm; ocomm.init(); print('said'); open({str(tmp_path / 'done')!r}, 'w').close()"
+    line = shlex.join([sys.executable, "-m", "ocomm.launch", "-np", "1", *flags, sys.executable, "-c", script])
+    done = subprocess.run(["sh", "-c", f"{line} <&- >&- 2>&-"], cwd=ROOT, timeout=LIMIT_S)
+    assert done.returncode == 0 and (tmp_path / "done").exists()
 
 
 @needs_mpi
