@@ -113,7 +113,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "hierarchical_allreduce": ("OCOMM_HIERARCHICAL_ALLREDUCE", _switch),
     "autotune": ("OCOMM_AUTOTUNE", _switch),
     "autotune_log_file": ("OCOMM_AUTOTUNE_LOG", os.path.abspath),
-    **{f"autotune_{name}": (f"OCOMM_AUTOTUNE_{name.upper()}", "{:g}".format) for name in _AUTOTUNE},
+    **{f"autotune_{name}": (f"OCOMM_AUTOTUNE_{name.upper()}", str) for name in _AUTOTUNE},
     "thread_affinity": ("OCOMM_THREAD_AFFINITY", str),
     "timeline_filename": ("OCOMM_TIMELINE", os.path.abspath),
     "timeline_mark_cycles": ("OCOMM_TIMELINE_MARK_CYCLES", _switch),

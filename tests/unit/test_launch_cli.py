@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from ocomm.config import read_settings
 from ocomm.errors import LaunchError
 from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
@@ -58,6 +59,12 @@ def test_tunables_travel_as_variables_in_the_units_of_the_variables():
         "OCOMM_TIMELINE": os.path.abspath("t.json"),
         "OCOMM_TIMELINE_MARK_CYCLES": "1",
     }
+
+
+def test_a_large_number_reaches_the_ranks_as_they_read_it():
+    flags = settings("--autotune-steps-per-sample", "1000000", "--autotune-gaussian-process-noise", "0.12345678")
+    read = read_settings(flags)
+    assert (read.autotune_steps_per_sample, read.autotune_noise) == (1_000_000, 0.12345678)
 
 
 def test_flags_after_the_program_are_the_programs():
