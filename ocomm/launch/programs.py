@@ -15,6 +15,11 @@ _WITH_VALUE = re.compile("-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
 
 def require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
     if command and shutil.which(command[0], path=environ.get("PATH")) is None:
+        if os.path.isfile(command[0]):
+            raise LaunchError(
+                f"{command[0]!r} is a file, but no program: name its interpreter, as in ocommrun -np 2 python "
+                "train.py, or make it executable and give its path, as in ./train.sh."
+            )
         raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
 
 

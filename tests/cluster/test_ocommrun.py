@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.errors import LaunchError
+from ocomm.launch.cli import make_parser, plan
 from ocomm.launch.flavour import find_launcher
 from tests.cluster.jobs import LIMIT_S
 
@@ -140,3 +141,12 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts():
 def test_a_program_that_is_not_there_is_named():
     done = ocommrun("-np", "2", "no-such-program")
     assert (done.returncode, done.stderr) == (1, "ocommrun: there is no program 'no-such-program' on PATH to start.\n")
+
+
+@needs_mpi
+@pytest.mark.parametrize("name", ["train.py", "./train.py"])
+def test_a_script_without_its_interpreter_is_no_program_and_the_error_says_what_to_write(name, tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=f"^'{name}' is a file, but no program: name its interpreter, as in ocommrun"):
+        plan(make_parser().parse_args(["-np", "2", name]), os.environ)
