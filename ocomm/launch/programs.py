@@ -11,6 +11,8 @@ from ocomm.errors import LaunchError
 
 #: A word of flags of Python's, the last of which has a value, in this word or the next one.
 _WITH_VALUE = re.compile("-([^-cmWX]*)([cmWX])(.*)", re.DOTALL)
+#: Flags of Python's in words that have their value in the next one.
+_LONG_WITH_VALUE = ("--check-hash-based-pycs",)
 
 
 def require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -49,6 +51,8 @@ def _divided(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]
         found = _WITH_VALUE.fullmatch(word)
         if found is None:
             flags.append(word)
+            if word in _LONG_WITH_VALUE and left:
+                flags.append(left.pop(0))
             continue
         if found[1]:
             flags.append(f"-{found[1]}")

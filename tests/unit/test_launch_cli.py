@@ -125,6 +125,7 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(tmp_path, mo
         *(
             ("python3.11", "-u", "train.py", "missing.py"),
             ("python", "-X", "dev", "train.py"),
+            ("python", "--check-hash-based-pycs", "always", "train.py"),
             ("python", "-m", "train"),
         ),
         *(("python", "-c", "pass"), ("python",), ("python", "-u"), ("python", "-"), ("bash", "missing.sh"), ()),
