@@ -490,7 +490,8 @@ class Stepper:
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
             found = self._with_places(self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite))
-            text = self.core.overflow_text if found == "[]" else self.core.non_finite_text
+            is_of_average = found == "[]"  # no rank has such a gradient, also none of another part
+            text = self.core.overflow_text if is_of_average else self.core.non_finite_text
             raise NonFiniteError(f"{self.name}: {text.format(step=self.step, ranks=found)}")
         return StepOutcome.TAKE
 
