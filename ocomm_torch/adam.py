@@ -22,9 +22,10 @@ from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.common import Common
 from ocomm.training.resume import class_of
 from ocomm_torch.checkpoint import check_plain, read, to_numpy
-from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
+from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import DataAxis, inside
+from ocomm_torch.wrapped import check_plain_optimizer
 
 #: Torch's names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")

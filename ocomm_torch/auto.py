@@ -29,14 +29,16 @@ from ocomm.predict.probe import measure
 from ocomm_torch import loss_scaling
 from ocomm_torch.adam import AdamWrapper, wrappable
 from ocomm_torch.checkpoint import to_numpy
-from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, check_steps_without_closure, copied
+from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.compression import Compression
 from ocomm_torch.diloco import DiLoCo
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mpi_ops import grouped_allreduce_
 from ocomm_torch.onebit import OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.parameters import copied
 from ocomm_torch.rank_states import HasRankState
+from ocomm_torch.wrapped import check_plain_optimizer, check_steps_without_closure
 from ocomm_torch.zero_one import ZeroOneAdam
 
 _log = logging.getLogger("ocomm")

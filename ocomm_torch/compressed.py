@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,26 +28,22 @@ from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver
-from ocomm.types import DType, Flag
+from ocomm.types import Flag
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import DDPModule
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.gradients import Gradients
-from ocomm_torch.masters import LOW_PRECISION, Masters
+from ocomm_torch.masters import Masters
 from ocomm_torch.memory_options import MemoryOptions
-from ocomm_torch.memory_order import MemoryOrder, is_dense
+from ocomm_torch.memory_order import MemoryOrder
 from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
-from ocomm_torch.naming import NamesParameters
+from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.tensor_memory import why_untrainable
 from ocomm_torch.watched import add_watcher
-
-#: The numbers of dtypes in kernels.
-_LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}
-
+from ocomm_torch.wrapped import stand_for_inner
 
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
@@ -171,7 +167,7 @@ class CompressedOptimizer(HasRankState):
         """Returns where parameters and state are. Raises InvalidRequestError if this optimizer cannot train there."""
         assert session.kernels is not None
         place = placement(self._names, self._tensors, session)
-        _check_storage(self._names, self._tensors)
+        check_storage(self._names, self._tensors)
         memory.check(f"Distributed{type(self).__name__}", self._common, place.is_device, bool(self._local.inside))
         nbytes = self.most_state_nbytes * sum(tensor.numel() for tensor in self._tensors)
         chosen = offloaded(place, memory.offload, session.kernels, self._tensors, nbytes)
@@ -185,7 +181,7 @@ class CompressedOptimizer(HasRankState):
     def _connect(self, session: sessions.Session) -> None:
         """Makes a new driver, which has taken no step, in the current job."""
         specs = [
-            TensorSpec(name, tuple(p.shape), order.name, _dtype(p))
+            TensorSpec(name, tuple(p.shape), order.name, dtype_name(p))
             for name, p, order in zip(self._names, self._tensors, self._orders, strict=True)
         ]
         number = self.process_set.number(session)
@@ -242,9 +238,9 @@ class CompressedOptimizer(HasRankState):
                     f"parameter '{name}' has shape {tuple(parameter.shape)} now, and had {spec.shape} when it was "
                     "wrapped. " + self._fixed
                 )
-            if _dtype(parameter) != spec.dtype:
+            if dtype_name(parameter) != spec.dtype:
                 raise InvalidRequestError(
-                    f"parameter '{name}' is {_dtype(parameter)} now, and was {spec.dtype} when it was wrapped. "
+                    f"parameter '{name}' is {dtype_name(parameter)} now, and was {spec.dtype} when it was wrapped. "
                     + self._fixed
                 )
             if (order := MemoryOrder(parameter).name) != spec.order:
@@ -283,7 +279,7 @@ class CompressedOptimizer(HasRankState):
                 )
 
     def _check_parameter(self, name: str, parameter: torch.Tensor) -> None:
-        _check_parameter(type(self).__name__, name, parameter)
+        check_parameter(type(self).__name__, name, parameter)
 
     # For the driver
 
@@ -711,165 +707,7 @@ def _on_local_gradient(reference: weakref.ref[CompressedOptimizer], index: int, 
         _on_gradient(reference, index, optimizer._tensors[index])
 
 
-def copied(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state of one parameter, or a param group of a state, which later steps and schedulers do
-    not change.
-    """
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
-
-
-def settings_of(groups: Iterable[Mapping[str, Any]]) -> Hashable:
-    """Returns the numbers in param groups, as nested tuples."""
-    return tuple(tuple(_numbers(value) for key, value in sorted(group.items()) if key != "params") for group in groups)
-
-
-def _numbers(value: Any) -> Hashable:
-    """Returns a setting as a number, or nested tuples of numbers; 0 for what is neither."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_numbers, value))
-    is_number = isinstance(value, (bool, int, float, np.number)) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    )
-    return float(value) if is_number else 0.0
-
-
-def stand_for_inner(optimizer: HasRankState, inner: torch.optim.Optimizer) -> list[Any]:
-    """Makes the wrapped optimizer ``inner`` save the state of ``optimizer``, and refuse steps and loads by others.
-    Returns the handles of its hooks.
-    """
-    return [
-        inner.register_step_pre_hook(_guard_step(optimizer)),
-        inner.register_load_state_dict_pre_hook(_guard_loading(optimizer)),
-        inner.register_state_dict_post_hook(_whole_state(optimizer)),
-    ]
-
-
-def _guard_step(optimizer: HasRankState) -> Callable[..., None]:
-    """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
-    good.
-    """
-    reference = weakref.ref(optimizer)
-
-    def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
-        outer = reference()
-        if outer is not None and not outer._inner_steps:
-            kind = type(outer).__name__
-            raise InvalidRequestError(
-                f"step() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would move this "
-                f"rank's parameters only; call step() of the Distributed{kind}."
-            )
-
-    return before_step
-
-
-def _guard_loading(optimizer: HasRankState) -> Callable[..., None]:
-    """Returns a hook for the wrapped optimizer that raises if it loads a state, which this one would not get."""
-    reference = weakref.ref(optimizer)
-
-    def before_load(inner: torch.optim.Optimizer, _: Any) -> None:
-        if (outer := reference()) is not None:
-            kind = type(outer).__name__
-            raise InvalidRequestError(
-                f"load_state_dict() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would "
-                f"change nothing here; call load_state_dict() of the Distributed{kind}, or load before you wrap."
-            )
-
-    return before_load
-
-
-def _whole_state(optimizer: HasRankState) -> Callable[..., Any]:
-    """Returns a hook that makes the wrapped optimizer, which alone has a part of the state, save that of this one."""
-    reference = weakref.ref(optimizer)
-
-    def after_state_dict(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        outer = reference()
-        return state if outer is None else outer.state_dict()
-
-    return after_state_dict
-
-
-def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
-    """Raises InvalidRequestError if ``optimizer`` communicates already; ``wrapper`` names the class that is to wrap
-    it.
-    """
-    if isinstance(optimizer, NamesParameters):
-        found = "DistributedOptimizer"
-    elif isinstance(optimizer, HasRankState):
-        found = f"Distributed{type(optimizer).__name__}"
-    else:
-        return
-    raise InvalidRequestError(f"{wrapper} averages by itself; wrap the plain optimizer, not a {found}.")
-
-
-def check_steps_without_closure(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
-    """Raises InvalidRequestError if a step of ``optimizer`` evaluates the model; ``wrapper`` names what is to wrap
-    it.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidRequestError(
-            f"{wrapper} wraps optimizers whose step() needs no closure; that of LBFGS evaluates the model."
-        )
-
-
 def remove_hooks(handles: list[Any]) -> None:
     """Removes the hooks of ``handles``."""
     for handle in handles:
         handle.remove()
-
-
-def named(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> tuple[list[torch.Tensor], list[str]]:
-    """Returns the optimizer's parameters in group order, with their names."""
-    names = {id(p): name for name, p in reversed(list(named_parameters or ()))}
-    parameters, result = [], []
-    seen: set[int] = set()
-    for g, group in enumerate(optimizer.param_groups):
-        for k, parameter in enumerate(group["params"]):
-            if id(parameter) in seen:
-                raise InvalidRequestError(
-                    f"number {k} of group {g}, of shape {tuple(parameter.shape)}, is there twice; give the optimizer "
-                    "every parameter once."
-                )
-            seen.add(id(parameter))
-            if names and id(parameter) not in names:
-                raise InvalidRequestError(
-                    "named_parameters was specified, but one or more model parameters were not named. "
-                    f"The first is number {k} of group {g}, of shape {tuple(parameter.shape)}."
-                )
-            parameters.append(parameter)
-            result.append(names.get(id(parameter), f"parameter.{g}.{k}"))
-    return parameters, result
-
-
-def _dtype(parameter: torch.Tensor) -> str:
-    return str(parameter.dtype).removeprefix("torch.")
-
-
-def _check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
-    if reason := why_untrainable(parameter):
-        raise InvalidRequestError(
-            f"parameter '{name}' {reason}. Distributed{wrapper} steps parameters in place: give it plain tensors, or, "
-            "for DTensors, the mesh whose data axis it is to use (mesh=, data=)."
-        )
-    if parameter.dtype not in (torch.float32, *LOW_PRECISION):
-        raise InvalidRequestError(
-            f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."
-        )
-    if not is_dense(parameter):
-        raise InvalidRequestError(
-            f"parameter '{name}' has gaps (shape {tuple(parameter.shape)}, strides {parameter.stride()}); call "
-            "parameter.data = parameter.data.contiguous() before wrapping."
-        )
-
-
-def _check_storage(names: list[str], parameters: list[torch.Tensor]) -> None:
-    """Raises InvalidRequestError if two parameters share memory, because each would be moved by its own state."""
-    end, last = 0, ""
-    for first, nbytes, name in sorted((p.data_ptr(), p.nbytes, n) for n, p in zip(names, parameters, strict=True)):
-        if nbytes and first < end:
-            raise InvalidRequestError(
-                f"parameters '{last}' and '{name}' share memory; make one parameter of them, or copy one."
-            )
-        if nbytes:
-            end, last = first + nbytes, name

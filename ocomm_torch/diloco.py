@@ -28,21 +28,14 @@ from ocomm.training.diloco import DiLoCoDriver
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import (
-    check_plain_optimizer,
-    check_steps_without_closure,
-    copied,
-    documented,
-    named,
-    remove_hooks,
-    settings_of,
-    stand_for_inner,
-)
+from ocomm_torch.compressed import documented, remove_hooks
 from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside, refuse_mesh
+from ocomm_torch.parameters import copied, named, settings_of
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
+from ocomm_torch.wrapped import check_plain_optimizer, check_steps_without_closure, stand_for_inner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,8 +16,9 @@ from ocomm.optim import ef_sgd as optim
 from ocomm.optim.core import Group
 from ocomm.optim.ef_sgd import EFSGDOptions
 from ocomm.training.common import Common
-from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer, documented
+from ocomm_torch.compressed import CompressedOptimizer, documented
 from ocomm_torch.mesh import chosen_ranks, inside
+from ocomm_torch.wrapped import check_plain_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

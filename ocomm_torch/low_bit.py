@@ -29,10 +29,12 @@ from ocomm.session import Session
 from ocomm.training.common import Common
 from ocomm.training.low_bit import LowBitDriver
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import CompressedOptimizer, check_steps_without_closure, settings_of
+from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ddp_modules import refuse_averaged
+from ocomm_torch.parameters import settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
+from ocomm_torch.wrapped import check_steps_without_closure
 
 #: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
 OF_ANOTHER = (

@@ -14,7 +14,8 @@ from ocomm.errors import InvalidRequestError
 from ocomm.optim.core import Group
 from ocomm.optim.options import Options
 from ocomm.training.common import Common
-from ocomm_torch.compressed import CompressedOptimizer, check_plain_optimizer
+from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.wrapped import check_plain_optimizer
 
 #: The documentation of the argument ``optimizer``.
 OPTIMIZER = (

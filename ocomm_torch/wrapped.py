@@ -1,0 +1,91 @@
+"""The optimizer that a distributed one wraps: whether it can be wrapped, and what it refuses from then on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ocomm.errors import InvalidRequestError
+from ocomm_torch.naming import NamesParameters
+from ocomm_torch.rank_states import HasRankState
+
+
+def stand_for_inner(optimizer: HasRankState, inner: torch.optim.Optimizer) -> list[Any]:
+    """Makes the wrapped optimizer ``inner`` save the state of ``optimizer``, and refuse steps and loads by others.
+    Returns the handles of its hooks.
+    """
+    return [
+        inner.register_step_pre_hook(_guard_step(optimizer)),
+        inner.register_load_state_dict_pre_hook(_guard_loading(optimizer)),
+        inner.register_state_dict_post_hook(_whole_state(optimizer)),
+    ]
+
+
+def _guard_step(optimizer: HasRankState) -> Callable[..., None]:
+    """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
+    good.
+    """
+    reference = weakref.ref(optimizer)
+
+    def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
+        outer = reference()
+        if outer is not None and not outer._inner_steps:
+            kind = type(outer).__name__
+            raise InvalidRequestError(
+                f"step() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would move this "
+                f"rank's parameters only; call step() of the Distributed{kind}."
+            )
+
+    return before_step
+
+
+def _guard_loading(optimizer: HasRankState) -> Callable[..., None]:
+    """Returns a hook for the wrapped optimizer that raises if it loads a state, which this one would not get."""
+    reference = weakref.ref(optimizer)
+
+    def before_load(inner: torch.optim.Optimizer, _: Any) -> None:
+        if (outer := reference()) is not None:
+            kind = type(outer).__name__
+            raise InvalidRequestError(
+                f"load_state_dict() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would "
+                f"change nothing here; call load_state_dict() of the Distributed{kind}, or load before you wrap."
+            )
+
+    return before_load
+
+
+def _whole_state(optimizer: HasRankState) -> Callable[..., Any]:
+    """Returns a hook that makes the wrapped optimizer, which alone has a part of the state, save that of this one."""
+    reference = weakref.ref(optimizer)
+
+    def after_state_dict(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        outer = reference()
+        return state if outer is None else outer.state_dict()
+
+    return after_state_dict
+
+
+def check_plain_optimizer(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
+    """Raises InvalidRequestError if ``optimizer`` communicates already; ``wrapper`` names the class that is to wrap
+    it.
+    """
+    if isinstance(optimizer, NamesParameters):
+        found = "DistributedOptimizer"
+    elif isinstance(optimizer, HasRankState):
+        found = f"Distributed{type(optimizer).__name__}"
+    else:
+        return
+    raise InvalidRequestError(f"{wrapper} averages by itself; wrap the plain optimizer, not a {found}.")
+
+
+def check_steps_without_closure(optimizer: torch.optim.Optimizer, wrapper: str) -> None:
+    """Raises InvalidRequestError if a step of ``optimizer`` evaluates the model; ``wrapper`` names what is to wrap
+    it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidRequestError(
+            f"{wrapper} wraps optimizers whose step() needs no closure; that of LBFGS evaluates the model."
+        )
