@@ -129,7 +129,8 @@ class Keeper:
             return
         self._kept = label
         self._prune()
-        if session.supervisor is not None:
+        # Without the replicated part there is nothing to go back to.
+        if session.supervisor is not None and self._is_writer:
             session.supervisor.say("commit", number=label.number)
 
     def _prune(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -11,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -195,6 +197,38 @@ def test_a_disk_that_is_full_says_so_at_every_commit(tmp_path: Path) -> None:
     # Nothing of those is left.
     assert sorted(label.number for label in Folder(tmp_path, "set0.1").listing()) == [1, 5]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_ocommrun_hears_of_a_commit_from_those_who_have_written_what_all_ranks_go_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Folder.write
+
+    def write_if_there_is_space(folder: Folder, name: str, dump: Any) -> None:
+        if "-00000002-" in name and name.endswith(".all"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, name, dump)
+
+    monkeypatch.setattr(Folder, "write", write_if_there_is_space)
+    heard: list[tuple[int, int]] = []
+
+    def body(session: Session) -> None:
+        rank = ocomm.rank()
+        session.settings = dataclasses.replace(session.settings, elastic_folder=str(tmp_path))
+        session.supervisor = cast(
+            Any, SimpleNamespace(hosts_changed=False, say=lambda word, number: heard.append((rank, number)))
+        )
+
+        @elastic.run
+        def train(state: Ranked) -> None:
+            for _ in range(3):
+                state.commit()
+
+        train(Ranked(step=0))
+        session.supervisor = None
+
+    run_ranks(3, body, hosts=["a", "a", "b"])
+    assert sorted(heard) == [(0, 1), (0, 3), (2, 1), (2, 3)]
 
 
 def test_a_commit_that_the_state_does_not_take_is_an_error_that_names_it_and_says_what_to_do(tmp_path: Path) -> None:
