@@ -131,7 +131,7 @@ class Keeper:
         self._prune()
         # Without the replicated part there is nothing to go back to.
         if session.supervisor is not None and self._is_writer:
-            session.supervisor.say("commit", number=label.number)
+            session.supervisor.say("commit", number=label.number, state=folder.stem)
 
     def _prune(self) -> None:
         if self._is_writer:
@@ -166,6 +166,9 @@ class Keeper:
         self.label = Label(generation, 0, token)
         choice = self._choose(listings)
         if choice is None:
+            supervisor = sessions.current().supervisor
+            if supervisor is not None and self.set.rank() == 0:
+                supervisor.say("anew", state=self.folder.stem, folder=str(self.folder.path))
             return False
         replicated = self._replicated(choice, len(listings))
         with self._loading(choice.label):

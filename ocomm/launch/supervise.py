@@ -86,6 +86,7 @@ class Supervisor:
         self._ask = ask
         self._verbose = verbose
         self._asked_to_end = 0
+        self._kept: dict[str, int] = {}  # states of the script, and the last commit of each
         self._used: dict[str, bool] = {}  # the hosts of all generations, and whether each is this machine
         self._key = secrets.token_bytes(32)
         given = request.environ.get("OCOMM_ELASTIC_FOLDER")
@@ -244,7 +245,7 @@ class Supervisor:
         if line.make_directory is not None:
             make_folder(line.make_directory)
         environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
-        return _Job(line.argv, environ, step, self.generations.limits.patience_s, self._view)
+        return _Job(line.argv, environ, step, self.generations.limits.patience_s, self._view, self._kept)
 
     def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:
         address = self._listens_at()
@@ -295,9 +296,11 @@ class _Job:
         step: Start,
         patience_s: float,
         view: View | None = None,
+        kept: dict[str, int] | None = None,
     ) -> None:
         self.step = step
         self._view = view
+        self._kept = {} if kept is None else kept
         self.ranks = total_slots(step.hosts)
         self.commit = 0
         self.has_left = False
@@ -434,7 +437,16 @@ class _Job:
             if self._told:
                 self._tell([line])
         elif word == "commit":
-            self.commit = max(self.commit, expect(message.get("number"), int))
+            number, state = expect(message.get("number"), int), expect(message.get("state"), str)
+            self.commit = max(self.commit, number)
+            self._kept[state] = number
+        elif word == "anew":
+            state, folder = (expect(message.get(name), str) for name in ("state", "folder"))
+            if number := self._kept.pop(state, 0):
+                _say(
+                    f"commit {number} is gone: generation {self.step.number} has found none in {folder} on "
+                    f"{', '.join(host.name for host in self.step.hosts)}, and begins anew"
+                )
         elif word == "counters":
             if self._view is not None:
                 job = read_job(message.get("job"))

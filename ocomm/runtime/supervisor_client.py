@@ -4,7 +4,8 @@ A rank sends:
 
     {"word": "here", "rank": 3, "host": "b", "generation": 1}      its first message, before it waits for the others
     {"word": "late"}                                               not all others have come in time, so it ends
-    {"word": "commit", "number": 12}                               a commit that a later generation can restore
+    {"word": "commit", "number": 12, "state": "set0.1"}            a commit that a later generation can restore
+    {"word": "anew", "state": "set0.1", "folder": "/tmp/a"}        the ranks have no commit of this state
     {"word": "counters", "job": {...}}                             counters of all ranks, from rank 0 of a watched job
     {"word": "lost", "ranks": {"2": "has not answered for 7 s"}}   ranks that have failed, as this rank knows
     {"word": "leave"}                                              it ends in order, for a generation on other hosts

@@ -207,7 +207,7 @@ def supervised(calls: Calls) -> list[str]:
                 return _until(look)
 
             is_whole = heard(lambda: 0 in job._lines.values())
-            rank.say("commit", number=5)
+            rank.say("commit", number=5, state="set0.1")
             is_whole &= heard(lambda: job.commit == 5)
             job._tell(job._lines)
             is_whole &= heard(lambda: rank.hosts_changed)

@@ -48,7 +48,7 @@ NAMES = [
     "word", "rank", "host", "generation", "number", "job", "ranks", "why", "reports", "steps", "ended", "others",
     "counts", "hosts", "version", "process_sets", "settings_error", "launch_error", "error", "0", "1",
 ]  # fmt: skip
-WORDS = ["here", "commit", "counters", "lost", "leave", "bye", "late", "hosts", "pmi", "watch", "up", "end"]
+WORDS = ["here", "commit", "anew", "counters", "lost", "leave", "bye", "late", "hosts", "pmi", "watch", "up", "end"]
 json_values = st.recursive(
     st.none()
     | st.booleans()

@@ -142,14 +142,15 @@ def supervised() -> _Job:
     """A generation of two ranks, without its launcher's process."""
     job = _Job.__new__(_Job)
     job.step, job.ranks, job._view = Start(1, (Host("a", 2),)), 2, None
-    job.commit, job.has_left, job._told = 0, False, False
+    job.commit, job.has_left, job._told, job._kept = 0, False, False, {"set0.1": 11}
     job._hosts, job._lines, job._reported, job._vanished = {}, {}, {}, []
     return job
 
 
 MESSAGES = [
     {"word": "here", "rank": 1, "host": "a", "generation": 1},
-    {"word": "commit", "number": 12},
+    {"word": "commit", "number": 12, "state": "set0.1"},
+    {"word": "anew", "state": "set0.1", "folder": "/tmp/a"},
     {"word": "lost", "ranks": {"1": "has not answered for 7 s"}},
     {"word": "counters", "job": {"at_s": 1.0, "size": 2, "ranks": []}},
     {"word": "leave"},

@@ -47,7 +47,7 @@ def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_
     job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
     with Server("127.0.0.1", b"key") as server, supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
         rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
-        rank._connection.sendall(b'{"word": "commit", "number": 99}' + bytes(40))
+        rank._connection.sendall(b'{"word": "commit", "number": 99, "state": "set0.1"}' + bytes(40))
         end = time.monotonic() + 20.0
         while not job._reported and time.monotonic() < end:
             job._listen(server)
@@ -67,7 +67,7 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
         with supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
             rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
             for number in (1, 2):
-                rank.send(json.dumps({"word": "commit", "number": number}).encode())
+                rank.send(json.dumps({"word": "commit", "number": number, "state": "set0.1"}).encode())
             rank.send(json.dumps({"word": "lost", "ranks": {"0": "raised ValueError: no data"}}).encode())
         assert until(lambda: bool(server.lines))
         job._process.wait(20.0)  # before anything was heard, as on a machine with much to do
@@ -78,6 +78,22 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
     assert job.commit == 2
+
+
+def test_a_generation_that_finds_no_commit_is_a_message_if_one_of_that_state_was_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = _Job(["true"], dict(os.environ), Start(2, (Host("a", 1), Host("b", 1))), 10.0, kept={"set0.1": 12})
+    job._process.wait(20.0)
+    for state in ("set0.2", "set0.1"):
+        job._hear(cast(Any, None), {"word": "anew", "state": state, "folder": "/tmp/kept"})
+    for reader in job._readers:
+        reader.join(20.0)
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    assert capsys.readouterr().err == (
+        "ocommrun: commit 12 is gone: generation 2 has found none in /tmp/kept on a, b, and begins anew\n"
+    )
 
 
 def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,14 +210,17 @@ def test_ocommrun_hears_of_a_commit_from_those_who_have_written_what_all_ranks_g
         write(folder, name, dump)
 
     monkeypatch.setattr(Folder, "write", write_if_there_is_space)
-    heard: list[tuple[int, int]] = []
+    heard: list[tuple[int, str, int]] = []
 
     def body(session: Session) -> None:
         rank = ocomm.rank()
+
+        def say(word: str, state: str, number: int = 0, folder: str = "") -> None:
+            assert state == "set0.1" and folder in ("", str(tmp_path))
+            heard.append((rank, word, number))
+
         session.settings = dataclasses.replace(session.settings, elastic_folder=str(tmp_path))
-        session.supervisor = cast(
-            Any, SimpleNamespace(hosts_changed=False, say=lambda word, number: heard.append((rank, number)))
-        )
+        session.supervisor = cast(Any, SimpleNamespace(hosts_changed=False, say=say))
 
         @elastic.run
         def train(state: Ranked) -> None:
@@ -228,7 +231,11 @@ def test_ocommrun_hears_of_a_commit_from_those_who_have_written_what_all_ranks_g
         session.supervisor = None
 
     run_ranks(3, body, hosts=["a", "a", "b"])
-    assert sorted(heard) == [(0, 1), (0, 3), (2, 1), (2, 3)]
+    commits = [(rank, "commit", number) for rank in (0, 2) for number in (1, 3)]
+    assert sorted(heard) == sorted([(0, "anew", 0), *commits])
+    # The next job goes on, and says nothing of a beginning.
+    run_ranks(3, body, hosts=["a", "a", "b"])
+    assert [word for _, word, _ in heard].count("anew") == 1
 
 
 def test_a_commit_that_the_state_does_not_take_is_an_error_that_names_it_and_says_what_to_do(tmp_path: Path) -> None:
