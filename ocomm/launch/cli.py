@@ -98,7 +98,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     if torch_environ is not None:
         first = hosts[0].name if hosts else ""
         torch_environ = reach.torch_environ(first, states, request.interfaces, environ)
-    request = replace(request, hosts=hosts, spans_hosts=spans_hosts, torch_environ=torch_environ)
+    own = reach.own_names(states)
+    request = replace(request, hosts=hosts, own_names=own, spans_hosts=spans_hosts, torch_environ=torch_environ)
     line = build(request, launcher)
     if not spans_hosts:
         require_program(request.command, environ)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
-from ocomm.launch.hosts import Host, place, total_slots
+from ocomm.launch.hosts import Host, is_in_allocation, place, total_slots
 from ocomm.mpi_settings import MPICH_ON_ONE_HOST, OPEN_MPI
 from ocomm.torch_variables import exports
 
@@ -41,6 +41,7 @@ class LaunchRequest:
         num_proc: The number of ranks.
         command: The program and its arguments.
         hosts: The hosts of the job; empty for those of the batch system's allocation.
+        own_names: The names in ``hosts`` that are this machine's.
         spans_hosts: False only if every rank runs on this machine.
         hostname: The name of this machine.
         num_cores: The number of this machine's cores.
@@ -64,6 +65,7 @@ class LaunchRequest:
     num_proc: int
     command: tuple[str, ...]
     hosts: tuple[Host, ...] = ()
+    own_names: frozenset[str] = frozenset()
     spans_hosts: bool = False
     hostname: str = "localhost"
     num_cores: int = 1
@@ -167,7 +169,7 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
 
     argv = [launcher.path, "-np", str(request.num_proc)]
     if request.hosts:
-        argv += ["-H", ",".join(map(str, request.hosts))]
+        argv += ["-H", ",".join(map(str, _named_as_here(request)))]
     argv += _unless_given(request, ("--bind-to", "none"), ("--map-by", "slot"))
     # One machine may be asked for more ranks than it has cores (a laptop, a test). Several hosts have numbers of slots.
     if request.num_proc > request.num_cores and not request.spans_hosts:
@@ -201,6 +203,17 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     # each has its own.
     folder = None if request.spans_hosts else request.output_directory
     return CommandLine((*argv, *request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")), added, folder)
+
+
+def _named_as_here(request: LaunchRequest) -> tuple[Host, ...]:
+    # Open MPI 5 does not resolve names: it would start a daemon by ssh on this machine under any other name. A batch
+    # system has names of its own, which stay.
+    slots: dict[str, int] = {}
+    for host in request.hosts:
+        is_alias = host.name in request.own_names - {"localhost"} and not is_in_allocation(request.environ)
+        name = request.hostname if is_alias else host.name
+        slots[name] = slots.get(name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def _common(request: LaunchRequest) -> dict[str, str]:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError, clause
@@ -162,6 +162,11 @@ def ask(
         states[state.name] = state
     silent = f"no answer within {deadline_s:g} s"
     return tuple(states.get(name, HostState(name, False, silent)) for name in names)
+
+
+def own_names(states: Iterable[HostState]) -> frozenset[str]:
+    """Returns the names that are this machine's."""
+    return frozenset(state.name for state in states if state.is_local)
 
 
 def require_reachable(states: Sequence[HostState]) -> None:

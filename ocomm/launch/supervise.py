@@ -230,6 +230,7 @@ class Supervisor:
                 self.request,
                 output_directory=output,
                 hosts=step.hosts,
+                own_names=reach.own_names(states),
                 num_proc=ranks,
                 spans_hosts=not all(hosts.values()),
                 settings=settings,

@@ -74,6 +74,12 @@ def test_a_job_needs_no_standard_files(flags, tmp_path):
 
 
 @needs_mpi
+def test_this_machine_may_have_any_name_that_leads_to_it():
+    done = ocommrun("-np", "2", "-H", "LOCALHOST:2", sys.executable, "-c", RANK + "assert world.size == 2")
+    assert done.returncode == 0, done.stderr
+
+
+@needs_mpi
 def test_an_interrupt_ends_launcher_and_ranks(tmp_path):
     script = (
         f"import os, time; {RANK} world.Barrier(); "

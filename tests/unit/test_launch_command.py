@@ -75,6 +75,22 @@ def test_open_mpi_4_on_this_machine():
     )
 
 
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [({}, "localhost:1,a:5,b:2"), ({"PBS_NODEFILE": "nodes"}, "localhost:1,A.example:2,10.0.0.1:2,a:1,b:2")],
+    ids=["by hand", "in an allocation"],
+)
+def test_open_mpi_knows_this_machine_by_one_name(environ, named):
+    request = remote(
+        num_proc=8,
+        hosts=parse_hosts("localhost:1,A.example:2,10.0.0.1:2,a:1,b:2"),
+        own_names=frozenset({"localhost", "A.example", "10.0.0.1", "a"}),
+        environ=environ,
+    )
+    argv = build(request, OPEN_MPI_5).argv
+    assert argv[argv.index("-H") + 1] == named
+
+
 def test_open_mpi_5_over_hosts():
     request = remote(ssh_port=2222, ssh_identity_file="my key", prefix_timestamp=True)
     assert build(request, OPEN_MPI_5) == CommandLine(
