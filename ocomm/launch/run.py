@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import pickle
 import secrets
@@ -83,6 +84,8 @@ def run(
     if use_gloo:
         raise LaunchError("use_gloo=True: ocomm has no Gloo, it runs on MPI. Leave the argument out.")
     ranks = np if np is not None else num_proc
+    if ranks < 1:
+        raise LaunchError(f"np={ranks}: a job has 1 rank or more.")
     task = _pickle((func, tuple(args), dict(kwargs or {})))
     key = secrets.token_bytes(32)
     listens_at, address = _addresses(hosts, hostfile, network_interfaces)
@@ -91,7 +94,7 @@ def run(
         for flag, value in (
             ("--hosts", hosts),
             ("--hostfile", hostfile),
-            ("--start-timeout", None if start_timeout is None else round(start_timeout)),
+            ("--start-timeout", None if start_timeout is None else math.ceil(start_timeout)),
             ("--ssh-port", ssh_port),
             ("--ssh-identity-file", ssh_identity_file),
             ("--output-filename", output_filename),

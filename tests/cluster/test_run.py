@@ -56,6 +56,12 @@ def test_gloo_is_refused_before_anything_is_started() -> None:
         ocomm.run(print, use_gloo=True)
 
 
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_job_without_ranks_is_refused_and_returns_no_empty_list(ranks: int) -> None:
+    with pytest.raises(LaunchError, match=f"^np={ranks}: a job has 1 rank or more.$"):
+        ocomm.run(print, np=ranks)
+
+
 def test_an_exception_on_one_rank_comes_back_with_its_traceback_and_ends_the_others() -> None:
     def work() -> None:
         import ocomm
