@@ -6,6 +6,7 @@ to stderr only while neither the logger "ocomm" nor a logger above it has a hand
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
@@ -47,6 +48,11 @@ class _Stderr(_StreamHandler):
         logging.Handler.__init__(self)
         self.setFormatter(_Formatter())
         self.addFilter(lambda record: not has_handlers())
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drops a line that cannot be written, and the complaint about it if that cannot be written, either."""
+        with contextlib.suppress(OSError, ValueError):  # as where the script has closed sys.stderr
+            super().handleError(record)
 
     @property
     def stream(self) -> TextIO:

@@ -64,3 +64,7 @@ def test_a_level_that_the_script_has_set_stays() -> None:
 
 def test_a_handler_that_comes_later_takes_over() -> None:
     assert said("", after="logging.basicConfig(format='%(message)s')") == ["a notice", "a warning"]
+
+
+def test_a_line_is_not_worth_the_end_of_a_script_that_has_closed_stderr() -> None:
+    assert said("", before="sys.stderr.close()") == []
