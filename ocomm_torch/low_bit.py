@@ -31,6 +31,7 @@ from ocomm.training.low_bit import LowBitDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ddp_modules import refuse_averaged
+from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.parameters import settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
@@ -98,6 +99,7 @@ class Optimizer(CompressedOptimizer):
         self._callback_queued = False
         #: True if the averages of this step were made before each parameter had a gradient.
         self._is_early = False
+        self._late = LateAverages()
         #: When the last backward pass had computed all gradients; None before it.
         self.backward_ended: float | None = None
         #: True once it is known that nothing else averages the same gradients.
@@ -184,7 +186,9 @@ class Optimizer(CompressedOptimizer):
         super().used(gradients)
         own = {id(grad) for grad in self._gradients.recorded if grad is not None}
         if not self._callback_queued and any(id(gradient) in own for gradient in gradients):
+            self._late.expect(self._parameters)
             self.synchronize()
+            self._late.note(self._parameters)
 
     # The step
 
@@ -269,6 +273,7 @@ class Optimizer(CompressedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
+        self._late.look(lambda p: self._names[[id(q) for q in self._parameters].index(id(p))])
         failure, self.outcome = self._failure, self._agreed
         self._agreed = self._failure = None
         if failure is not None:

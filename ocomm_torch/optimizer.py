@@ -48,6 +48,7 @@ from ocomm_torch.compression import (
 )
 from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
+from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.loss_scaling import CollectiveStep, SharesOverflows
 from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
@@ -143,6 +144,7 @@ class _DistributedOptimizer(NamesParameters):
         self._busy = False
         self._synchronized = False  # by a call of synchronize()
         self._averaged = False  # every gradient is the average, for whatever reason
+        self._late = LateAverages()
         self._should_synchronize = True
         self._accumulates = False  # inside no_sync()
         self._is_distributed = process_set.included() and process_set.size() > 1
@@ -486,7 +488,9 @@ class _DistributedOptimizer(NamesParameters):
                 "another tensor. Call optimizer.synchronize() before you use it."
             )
         if not self._callback_queued:
+            self._late.expect(self._hooked)
             self._complete()
+            self._late.note(self._hooked)
             return
         for exchange in exchanges.values():  # during backward the others are not ready yet
             assert exchange is not None
@@ -612,6 +616,7 @@ class _DistributedOptimizer(NamesParameters):
             elif not self._averaged and (closure is None or self._exchanges):
                 self._complete()
         self._synchronized = self._averaged = False
+        self._late.look(self._names.__getitem__)
         if self._notices is not None:
             self._notices.steps += 1
         if closure is None:

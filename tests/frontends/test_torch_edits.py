@@ -6,6 +6,7 @@ row, one element), so that a look at a part of each gradient is not enough, and 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from ocomm.api import barrier, rank
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
+from ocomm_torch.compression import Compression
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.onebit_jobs import digest
@@ -229,6 +231,32 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
 
 def clip_all(parameters: Parameters) -> None:
     torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.int8])
+def test_a_clip_before_an_average_of_which_a_rank_has_no_gradient_is_a_warning_that_names_it(
+    compression: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session, synchronizes: bool) -> list[float]:
+        parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("all", "rank 0", "nobody")}
+        inner = torch.optim.SGD(parameters.values(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, list(parameters.items()), compression=compression)
+        for _ in range(2):
+            (parameters["all"] * 3 + (0 if rank() else parameters["rank 0"])).sum().backward()
+            if synchronizes:
+                optimizer.synchronize()
+            clip_all(list(parameters.values()))
+            with optimizer.skip_synchronize() if synchronizes else contextlib.nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+        return parameters["all"].tolist()
+
+    first, second = run_ranks(2, lambda session: body(session, False))
+    assert first != second
+    (said,) = warned(caplog, "this rank had none")
+    assert "had none of 'rank 0'" in said and "Call optimizer.synchronize() after backward" in said
+    first, second = run_ranks(2, lambda session: body(session, True))
+    assert first == second and warned(caplog, "this rank had none") == []
 
 
 @pytest.mark.parametrize("clips", [False, True], ids=["alone", "and a clip"])
