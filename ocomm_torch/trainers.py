@@ -167,9 +167,21 @@ def _rank_file(folder: str | os.PathLike[str], rank: int) -> str:
 
 
 def save_rank_states(optimizers: Iterable[Any], folder: str | os.PathLike[str]) -> None:
-    """Writes what only this rank has of ``optimizers`` into the folder of a checkpoint, which is there or is made."""
+    """Writes what only this rank has of ``optimizers`` into the folder of a checkpoint, which is there or is made.
+
+    Raises OSError, which names the file, if it cannot be written.
+    """
     os.makedirs(folder, exist_ok=True)
-    torch.save(rank_states(optimizers), _rank_file(folder, rank()))
+    name = _rank_file(folder, rank())
+    try:
+        with open(name, "wb") as file:
+            torch.save(rank_states(optimizers), file)
+    except (OSError, RuntimeError) as error:
+        # Where a write fails torch.save raises a RuntimeError about positions in the file.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, name) from None
+        raise
 
 
 def load_saved_rank_states(optimizers: Sequence[Any], folder: str | os.PathLike[str], ranks: int) -> Iterator[str]:

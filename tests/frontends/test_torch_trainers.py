@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
         (done,) = trainers.load_rank_states([optimizer], files.get, str, 2)
         assert done["rank_state"] == "loaded"
         assert train(optimizer, resumed, range(5, 9)) == expected
+
+    run_ranks(2, body)
+
+
+def test_a_rank_state_for_which_the_disk_has_no_space_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers, "_rank_file", lambda folder, rank: "/dev/full")
+
+    def body(session: Session) -> None:
+        module = model()
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            trainers.save_rank_states([wrapped(module)], tmp_path)
 
     run_ranks(2, body)
 
