@@ -386,6 +386,7 @@ class _DistributedOptimizer(NamesParameters):
         self._submit_copied(wait=False)
         changed: list[Tensor] = []
         again: operations.Operation | None = None
+        repeated: list[int] = []
 
         def settle() -> None:
             nonlocal again
@@ -393,8 +394,10 @@ class _DistributedOptimizer(NamesParameters):
             found = [grad._version for grad in watched if grad is not None]
             changed.extend(p for p, before, now in zip(parameters, versions, found, strict=True) if before != now)
             prepared.submit().wait()
-            if has_overflowed(self._compression, tensors, grads):
-                again = self._prepare(parameters, grads, UNCOMPRESSED).submit()
+            repeated.extend(self._overflowed(parameters, tensors, grads))
+            if repeated:
+                chosen = tuple(parameters[place] for place in repeated)
+                again = self._prepare(chosen, [grads[place] for place in repeated], UNCOMPRESSED).submit()
 
         def finish() -> None:
             if again is not None:
@@ -408,8 +411,8 @@ class _DistributedOptimizer(NamesParameters):
                     "waits for averages only where it reaches every parameter: else call optimizer.synchronize() "
                     "before you clip or change gradients."
                 )
-            for p, grad, (compressed, context) in zip(parameters, grads, pairs, strict=True):
-                if again is None:
+            for place, (p, grad, (compressed, context)) in enumerate(zip(parameters, grads, pairs, strict=True)):
+                if place not in repeated:
                     reduced = self._compression.decompress(compressed, context)
                     if reduced.data_ptr() != grad.data_ptr():
                         grad.copy_(reduced)
@@ -417,6 +420,17 @@ class _DistributedOptimizer(NamesParameters):
                     p.grad = grad.to_sparse(1)
 
         return _Exchange(finish, settle)
+
+    def _overflowed(self, parameters: Sequence[Tensor], tensors: list[Tensor], grads: list[Tensor]) -> list[int]:
+        """Returns the places of the reduced ``tensors`` that are reduced again, uncompressed: a group as a whole,
+        others one by one, because ranks may have other tensors in a bucket.
+        """
+        if not has_overflowed(self._compression, tensors, grads):
+            return []
+        places = list(range(len(tensors)))
+        if parameters[0] in self._group_of:
+            return places
+        return [k for k in places if has_overflowed(self._compression, tensors[k : k + 1], grads[k : k + 1])]
 
     def _prepare(
         self, parameters: tuple[Tensor, ...], tensors: list[Tensor], ending: str

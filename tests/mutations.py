@@ -351,8 +351,8 @@ MUTATIONS = [
     Mutation(
         "Torch: fp16 overflow is not reduced again",
         "ocomm_torch/optimizer.py",
-        "if has_overflowed(self._compression, tensors, grads):",
-        "if False:",
+        "if not has_overflowed(self._compression, tensors, grads):",
+        "if True:",
         "frontends/test_torch_fp16_compression.py",
     ),
     Mutation(

@@ -63,6 +63,26 @@ def test_two_optimizers_whose_gradients_come_in_different_orders_do_not_wait_for
     assert run_ranks(2, body) == [[[1.0 - 1e6] * 3] * 2] * 2
 
 
+def test_a_rank_without_a_gradient_of_what_others_send_in_a_bucket_does_not_wait_for_ever() -> None:
+    """It sends what it has not in another bucket, and only the other one has overflowed."""
+
+    def body(session: Session) -> list[list[float]]:
+        parameters = make_parameters()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0),
+            list(zip("ab", parameters, strict=True)),
+            compression=hvd.Compression.fp16,
+        )
+        loss = (1e6 * parameters[0]).sum()
+        if hvd.rank() == 0:
+            loss = loss + parameters[1].sum()
+        loss.backward()
+        optimizer.step()
+        return [p.grad.tolist() for p in parameters]
+
+    assert run_ranks(2, body) == [[[1e6] * 3, [0.5] * 2]] * 2
+
+
 def test_what_was_infinite_before_stays_so() -> None:
     def body(session: Session) -> list[float]:
         parameter = torch.nn.Parameter(torch.ones(3))
