@@ -246,6 +246,11 @@ class Optimizer(CompressedOptimizer):
         else:
             grad.detach().copy_(average)
 
+    def widen_gradients(self) -> None:
+        """Makes gradients averages first, because a GradScaler passes over parameters that have none yet."""
+        self.synchronize()
+        super().widen_gradients()
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Does nothing: ``step()`` never waits for gradients that are averages already."""

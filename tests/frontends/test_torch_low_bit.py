@@ -428,6 +428,26 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_grad_scaler_unscales_averages_of_which_a_rank_has_no_gradient(
+    clips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> list[list[float]]:
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), compression=hvd.Compression.int8)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        used = parameters[1:2] if rank_of(session) else parameters[:2]
+        scaler.scale(torch.cat([4 * p for p in used]).sum()).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, 100.0)
+        scaler.step(optimizer)
+        return [p.tolist() for p in parameters]
+
+    assert run_ranks(2, body) == [[[-1.0] * 3, [-3.0] * 3, [1.0] * 3]] * 2
+    assert not [record for record in caplog.records if "this rank had none" in record.getMessage()]
+
+
 def test_a_grad_scaler_skips_on_all_ranks_and_goes_on() -> None:
     def body(session: Session) -> Any:
         rank, model = rank_of(session), Net()
