@@ -98,6 +98,7 @@ class Session:
         self.engine: Engine | None = None
         self.timeline: Timeline | None = None
         self.left_in_order = True  # whether the last shutdown was clean on all ranks
+        self._departed: dict[int, str] = {}  # the ranks that had left when this one did, and how
         self.supervisor: SupervisorClient | None = None  # of an elastic job; kept when the session is started again
         #: What connects the ranks, in words: the MPI, with its version.
         self.network = "no MPI"
@@ -132,6 +133,12 @@ class Session:
     def is_rejoined(self) -> bool:
         """True if ranks have left the job to join it again, and wait for all others to do so."""
         return self.runtime is not None and REJOINS in self.runtime.departed().values()
+
+    @property
+    def some_left_for_good(self) -> bool:
+        """True if a rank has left the job, or had when this one left, and does not join again."""
+        departed = self._departed if self.runtime is None else self.runtime.departed()
+        return any(how != REJOINS for how in departed.values())
 
     @property
     def is_forked(self) -> bool:
@@ -240,6 +247,7 @@ class Session:
                 owner.give_up_exchange()
         runtime, self.runtime = self.runtime, None
         clean = self.left_in_order = runtime.leave(failed, why)
+        self._departed = runtime.departed()
         for member in self._registry.opened():
             if member.opening_bridge is not None:  # ends by itself, unless it waits for NCCL
                 member.opening_bridge.join(self.settings.start_timeout_s)

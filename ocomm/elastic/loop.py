@@ -29,7 +29,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``func(state, ...)`` so that it is called again, from the last commit, after a collective failed.
 
     Before each call the state is synchronized, except after a HostsUpdatedInterrupt whose ``skip_sync`` is set. The
-    third failure in a row without a commit is raised; so is the first one if a rank has died or raised.
+    third failure in a row without a commit is raised; so is the first one if a rank has died, raised or shut down.
 
     Under ``ocommrun --min-np`` the first call begins with the last commit of the job before. After a
     HostsUpdatedInterrupt the process ends, and ocommrun starts the next one on the new hosts.
@@ -60,7 +60,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     failures = 1 if state.commits > commits else failures + 1
-                    if failures >= _LIMIT or session.has_failed:
+                    if failures >= _LIMIT or session.has_failed or session.some_left_for_good:
                         raise
                     _log.warning("%s: %s Going on from commit %d.", type(error).__name__, error, state.commits)
                     if not _rejoin():
@@ -81,10 +81,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rejoin() -> bool:
-    """Leaves the job and joins it again, with the same process sets. Returns False if some ranks have not left."""
+    """Leaves the job and joins it again, with the same process sets. Returns False if some ranks have not left, or
+    have left for good, for which init() would wait.
+    """
     session = sessions.current()
     process_sets = [ranks for number, ranks in sorted(session.set_ranks.items()) if number]
-    if not session.shutdown(why=sessions.REJOINS):
+    if not session.shutdown(why=sessions.REJOINS) or session.some_left_for_good:
         return False
     api.init(process_sets=process_sets)
     return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import ocomm
@@ -289,3 +290,24 @@ def test_a_job_whose_folder_another_one_takes_says_so_and_leaves_the_others_comm
     ]
     assert str(tmp_path) in said[0]
     assert job(tmp_path, 0) == [(begun + 1, 1, 1), (begun + 1, 1, 101)]
+
+
+def test_a_rank_that_has_left_for_good_is_not_waited_for() -> None:
+    calls: list[int] = []
+
+    def body(session: Session) -> None:
+        if ocomm.rank() == 1:
+            return  # as after sys.exit(): it shuts down
+
+        @elastic.run
+        def train(state: Ranked) -> None:
+            calls.append(ocomm.rank())
+            ocomm.allreduce(np.ones(1, np.float32), name="alone")
+
+        state = Ranked(step=0)
+        state.sync = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="rank 1 has shut down"):
+            train(state)
+
+    run_ranks(3, body)
+    assert sorted(calls) == [0, 2]
