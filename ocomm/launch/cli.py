@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
-from ocomm.launch import check, loopback, reach
+from ocomm.launch import check, guard, loopback, reach
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flags import ELASTIC_TIMEOUT_S, is_elastic, make_parser, settings_of, without_meaning
@@ -270,6 +270,8 @@ def _become(line: CommandLine) -> NoReturn:
             signal.signal(ignored, signal.SIG_DFL)
         sys.stdout.flush()
         sys.stderr.flush()
+        if line.may_hang:
+            guard.start(line.argv[0])
         os.execve(line.argv[0], line.argv, {**os.environ, **line.added_environ})
     except OSError as error:
         raise LaunchError(f"{error.filename or line.argv[0]}: {error.strerror}; nothing was started.") from None

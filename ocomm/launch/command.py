@@ -30,6 +30,8 @@ _DESCRIBES_THIS_PROCESS = re.compile(
 # Hydra never closes the standard input of ranks other than 0, so a rank that reads from it hangs (seen with MPICH 5.0
 # and Intel MPI 2021.18). Only Intel MPI has a flag against that.
 _WITHOUT_INPUT = "</dev/null"
+#: Flags of Open MPI's for hosts that ocommrun does not know of.
+_NAMES_HOSTS = re.compile(r"-H|--?(host|hostfile|machinefile)|--default-hostfile")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -93,11 +95,13 @@ class CommandLine:
         argv: The path of the program, and all of its arguments.
         added_environ: The variables to set on top of the caller's environment.
         make_directory: A folder that must be made first; None if there is none.
+        may_hang: Whether it is to be ended if it hangs behind its ranks, which are processes of this machine.
     """
 
     argv: tuple[str, ...]
     added_environ: Mapping[str, str]
     make_directory: str | None = None
+    may_hang: bool = False
 
     def __str__(self) -> str:
         """Returns the line as it can be pasted into a shell."""
@@ -202,7 +206,9 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     # Where the folder cannot be made the launcher starts nothing, and ends with status 0 (seen with 5.0.11). Over hosts
     # each has its own.
     folder = None if request.spans_hosts else request.output_directory
-    return CommandLine((*argv, *request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")), added, folder)
+    may_hang = five and not request.spans_hosts and not any(map(_NAMES_HOSTS.fullmatch, request.mpi_args))
+    argv += [*request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")]
+    return CommandLine(tuple(argv), added, folder, may_hang)
 
 
 def _named_as_here(request: LaunchRequest) -> tuple[Host, ...]:

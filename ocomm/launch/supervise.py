@@ -25,7 +25,7 @@ from typing import IO, Any
 from ocomm import json_values
 from ocomm.errors import LaunchError
 from ocomm.json_values import expect
-from ocomm.launch import reach
+from ocomm.launch import processes, reach
 from ocomm.launch.command import LaunchRequest, build
 from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
@@ -372,10 +372,10 @@ class _Job:
                     self._end_s = min(self._end_s, now_s)
                 if now_s >= self._end_s and not terminated:
                     terminated = True
-                    offspring = _offspring(self._process.pid)
+                    offspring = processes.offspring(self._process.pid)
                     self._process.terminate()
                 if now_s >= self._end_s + _KILL_S:
-                    _kill_group(self._process.pid)
+                    processes.kill_group(self._process.pid)
             elif now_s - looked_s >= _DISCOVERY_S:
                 looked_s = now_s
                 if not self._told and supervisor.wants_others():
@@ -389,9 +389,9 @@ class _Job:
             pass
         supervisor.generations.committed(self.commit)
         # Ends processes that the launcher has left on this machine: an ssh to a lost host keeps our output open.
-        _kill_group(self._process.pid)
+        processes.kill_group(self._process.pid)
         for pid, started in offspring.items():
-            if _start_of(pid) == started:
+            if processes.start_of(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         for reader in self._readers:
@@ -515,7 +515,7 @@ class Discovery:
         self._closing.set()
         with self._lock:
             if self._running is not None:
-                _kill_group(self._running.pid)
+                processes.kill_group(self._running.pid)
         self._thread.join(_KILL_S)
 
     def _look(self) -> None:
@@ -550,7 +550,7 @@ class Discovery:
             try:
                 output, words = script.communicate(timeout=_DISCOVERY_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                _kill_group(script.pid)
+                processes.kill_group(script.pid)
                 raise LaunchError(f"it has not ended in {_DISCOVERY_TIMEOUT_S:.0f} s, and was killed") from None
             finally:
                 with self._lock:
@@ -579,42 +579,6 @@ def make_folder(path: str) -> None:
         os.rmdir(tempfile.mkdtemp(dir=path))
     except OSError as error:
         raise LaunchError(f"--output-filename {path}: {error.strerror}; nothing was started.") from None
-
-
-def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the program's name; none if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _start_of(pid: int) -> str:
-    """Returns the time at which the process began, which together with its number identifies it."""
-    fields = _stat(pid)
-    return fields[19] if fields else ""
-
-
-def _offspring(ancestor: int) -> dict[int, str]:
-    """Returns the numbers, and start times, of all descendants of a process. Empty if there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit() and (fields := _stat(int(name))):
-            children.setdefault(int(fields[1]), []).append(int(name))
-    found: dict[int, str] = {}
-    left = [ancestor]
-    while left:
-        for child in children.get(left.pop(), []):
-            found[child] = _start_of(child)
-            left.append(child)
-    return found
-
-
-def _kill_group(pid: int) -> None:
-    """Kills the process ``pid``, which began a session of its own, and all of its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _is_read() -> bool:

@@ -62,7 +62,15 @@ def test_open_mpi_5_on_this_machine():
             f"--mca pml ob1 --mca btl self,sm {TUNING} python train.py"
         ),
         {},
+        may_hang=True,
     )
+
+
+@pytest.mark.parametrize("arguments", ["-H a:2", "--host a", "-machinefile hosts", "--hostfile hosts"])
+def test_only_where_all_ranks_are_its_own_processes_a_launcher_may_be_ended_once_it_has_none(arguments):
+    assert build(local(mpi_args=words("--mca pml ucx")), OPEN_MPI_5).may_hang
+    assert not build(local(mpi_args=words(arguments)), OPEN_MPI_5).may_hang
+    assert not build(remote(), OPEN_MPI_5).may_hang
 
 
 def test_open_mpi_4_on_this_machine():

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch import supervise
+from ocomm.launch import processes, supervise
 from ocomm.launch.command import LaunchRequest
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.generations import Limits, Start
@@ -202,7 +202,7 @@ def script_with_a_child(folder: Path) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    fields = supervise._stat(pid)
+    fields = processes.stat(pid)
     return not fields or fields[0] == "Z"  # where nobody waits for orphans
 
 

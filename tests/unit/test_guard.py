@@ -1,0 +1,86 @@
+"""The process beside Open MPI's launcher, which ends it if it hangs behind its ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ocomm.launch.guard import Look, Stillness
+
+RANKS, ZOMBIES = {11: True, 12: False}, {11: False, 12: False}
+
+
+def look(now_s: float, children: dict[int, bool], is_asleep: bool = True, used: int = 7, is_read: bool = True) -> Look:
+    return Look(now_s, children, is_asleep, used, is_read)
+
+
+@pytest.mark.parametrize("left", [{}, ZOMBIES])
+def test_a_launcher_hangs_that_has_had_ranks_and_does_nothing(left: dict[int, bool]) -> None:
+    stillness = Stillness(10.0)
+    said = [stillness.hangs(look(float(t), RANKS if t < 3 else left)) for t in range(15)]
+    assert said == [False] * 12 + [True] * 3  # the last look with ranks is that of second 2
+
+
+def test_one_whose_ranks_ended_before_the_first_look_hangs_if_it_has_not_taken_note_of_their_end() -> None:
+    stillness = Stillness(10.0)
+    assert [stillness.hangs(look(t, ZOMBIES)) for t in (1.0, 10.0, 11.0)] == [False, False, True]
+    without = Stillness(10.0)
+    assert not any(without.hangs(look(float(t), {})) for t in range(100))  # it has started none yet
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        {"is_asleep": False},  # it runs, waits for a disk, or was stopped
+        {"is_read": False},  # a pager has not read what it printed
+        {"children": RANKS},
+        {"used": 8},
+    ],
+)
+def test_whatever_else_it_may_wait_for_begins_the_time_anew(busy: dict[str, object]) -> None:
+    stillness = Stillness(10.0)
+    stillness.hangs(look(0.0, RANKS))
+    looks = [look(5.0, ZOMBIES), look(9.0, **{"children": ZOMBIES, **busy}), look(18.0, ZOMBIES, used=8)]  # type: ignore[arg-type]
+    assert not any(stillness.hangs(one) for one in looks)
+
+
+def stand_in(then: str) -> subprocess.Popen[str]:
+    """Starts what becomes a launcher: a process with a guard, whose child ``then`` says how it goes on."""
+    script = (
+        "import os, signal, sys, time\n"
+        "from ocomm.launch import guard\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "guard.start('/opt/prterun', 0.3, 0.02)\n"
+        "read, write = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.close(write)\n"
+        "    os.read(read, 1)\n"
+        "    os._exit(0)\n"
+        f"{then}\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this Python has no pidfd_open")
+
+
+@needs_pidfd
+def test_a_process_that_hangs_behind_its_children_is_killed_and_says_why() -> None:
+    process = stand_in("os.close(write)\ntime.sleep(600)")
+    out, said = process.communicate(timeout=120)
+    assert process.returncode == -9
+    assert out == ""
+    assert said == (
+        "ocommrun: all ranks have ended, and /opt/prterun hangs, as Open MPI's may where a rank ends while others are "
+        "in init(). It is killed; look at the ranks' output for what has ended them.\n"
+    )
+
+
+@needs_pidfd
+def test_a_process_whose_child_lives_is_left_alone_and_the_guard_ends_with_it() -> None:
+    process = stand_in("time.sleep(1.5)\nprint('ended')")
+    out, said = process.communicate(timeout=120)  # waits until nobody has its output open: the guard has ended
+    assert (process.returncode, out, said) == (0, "ended\n", "")
