@@ -19,6 +19,9 @@ from ocomm.telemetry.log import LEVELS
 from ocomm.torch_variables import OF_LAUNCHERS
 from ocomm.types import Settings
 
+#: Of a duration, in whatever unit: C counts nanoseconds, and a thread cannot wait for more than 292 years.
+_LONGEST = 1e9
+
 
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
@@ -56,6 +59,8 @@ def _duration(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
         raise ValueError("must be a number that is not negative")
+    if number > _LONGEST:
+        raise ValueError(f"must be at most {_LONGEST:.0f}")
     return number
 
 

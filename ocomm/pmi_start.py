@@ -53,6 +53,7 @@ class PmiStart:
             library,
             problem,
             own_address(os.environ.get("MASTER_ADDR") or socket.gethostname()),
+            str(launch.size),
         )
         try:
             job = meet(

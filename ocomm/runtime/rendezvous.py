@@ -50,6 +50,7 @@ class Member:
 
     ``node`` is the same for ranks that share memory. ``library`` is the name of its MPI library. ``problem`` says why
     that cannot start; it is "" if it can. ``address`` is the address of its host on the way to the store's host.
+    ``size`` is the number of ranks that it was told.
     ``token`` is another one for every process.
     """
 
@@ -60,6 +61,7 @@ class Member:
     library: str
     problem: str = ""
     address: str = ""
+    size: str = ""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
@@ -102,6 +104,10 @@ def disagreement(members: Sequence[Member]) -> str:
         if len(said) > 1:
             each = "; ".join(f"{value} on ranks {who}" for value, who in said.items())
             return f"the ranks have different versions of {what}: {each}. Type on all hosts: {remedy}."
+    sizes = _by_value(members, [member.size for member in members])
+    if len(sizes) > 1:
+        each = "; ".join(f"{size} on ranks {who}" for size, who in sizes.items())
+        return f"the ranks were told different numbers of ranks: {each}. Set WORLD_SIZE to the same number on all."
     return ""
 
 

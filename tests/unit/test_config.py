@@ -52,6 +52,7 @@ def test_our_variable_wins_over_horovods() -> None:
         ("OCOMM_ZZZ", "1", "OCOMM_ZZZ is not a setting of ocomm."),
         ("OCOMM_WINDOW", "-1", "OCOMM_WINDOW='-1' cannot be used: must not be negative."),
         ("OCOMM_SEGMENT_BYTES", "0", "OCOMM_SEGMENT_BYTES='0' cannot be used: must be at least 1."),
+        ("OCOMM_IDLE_MS", "1e300", "OCOMM_IDLE_MS='1e300' cannot be used: must be at most 1000000000."),
         ("OCOMM_FUSION_THRESHOLD", "-1", "OCOMM_FUSION_THRESHOLD='-1' cannot be used: must not be negative."),
         ("OCOMM_PEER_TIMEOUT_SECONDS", "inf",
          "OCOMM_PEER_TIMEOUT_SECONDS='inf' cannot be used: must be a number that is not negative."),

@@ -41,7 +41,9 @@ class DictStore:
 
 
 def member(rank: int, **changes: str) -> Member:
-    return Member(**{"rank": rank, "host": "h", "node": "n", "version": "1", "library": "MPICH 5.0.2", **changes})
+    return Member(
+        **{"rank": rank, "host": "h", "node": "n", "version": "1", "library": "MPICH 5.0.2", "size": "2", **changes}
+    )
 
 
 def met(
@@ -171,6 +173,11 @@ class TestInAStoreThatOutlivesJobs:
     [
         ({}, ""),
         ({"problem": "there is no MPI."}, "ranks 1 (h): there is no MPI."),
+        (
+            {"size": "3"},
+            "the ranks were told different numbers of ranks: 2 on ranks 0 (h); 3 on ranks 1 (h). Set WORLD_SIZE to the "
+            "same number on all.",
+        ),
         (
             {"version": "2"},
             "the ranks have different versions of ocomm: 1 on ranks 0 (h); 2 on ranks 1 (h). Type on all hosts: pip "
