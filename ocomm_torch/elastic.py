@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import random
 from collections.abc import Hashable, Iterable, Iterator, Sized
@@ -14,6 +13,7 @@ from torch.utils.data import Sampler
 
 from ocomm import api
 from ocomm.elastic import ObjectState, Part, State, plain, run
+from ocomm.elastic.state import copied
 from ocomm.errors import CheckpointError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import Source, one_state
@@ -192,7 +192,7 @@ class TorchState(ObjectState):
         """Keeps copies of all values in this process's memory."""
         onebit = set(self._onebit)  # what these return is a copy already
         values = self.replicated().items()
-        self.saved = {n: v if n in onebit else copy.deepcopy(v) for n, v in values}, self.own()
+        self.saved = {n: v if n in onebit else copied(n, v) for n, v in values}, self.own()
 
     def replicated(self) -> dict[str, Any]:
         """Returns the states of objects that have one, and the other values."""

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm import json_values
+from ocomm.errors import InvalidRequestError, in_words
 
 _LENGTH = struct.Struct("<Q")
 _INT64 = range(-(2**63), 2**63)
@@ -58,8 +59,16 @@ class Codec:
         return pickle.loads(data)
 
 
+def not_kept(name: str, value: Any, error: Exception) -> InvalidRequestError:
+    """Returns the error for the value ``name`` of a state that cannot be copied or pickled."""
+    return InvalidRequestError(
+        f"{name} of the elastic state is a {type(value).__name__}, which cannot be kept: {in_words(error)}. Leave it "
+        "out of the state, and make it anew from values that are in it."
+    )
+
+
 def dump(value: Any, file: IO[bytes], codec: Codec) -> None:
-    """Writes ``value`` into ``file``."""
+    """Writes ``value`` into ``file``. Raises InvalidRequestError, which names the value, if one cannot be pickled."""
     writer = _Writer(codec)
     tree = json.dumps(writer.node(value), separators=(",", ":")).encode()
     file.write(_LENGTH.pack(len(tree)))
@@ -90,6 +99,7 @@ class _Writer:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._seen: dict[Hashable, int] = {}
+        self._path: list[str] = []  # keys of the dicts around the current value
         self.leaves: list[Any] = []
 
     def node(self, value: Any) -> Any:
@@ -113,8 +123,14 @@ class _Writer:
         if kind in _NAMES:
             # An OrderedDict has attributes, too: a module's state_dict has the versions of layers there.
             more = [self.node(vars(value))] if kind is OrderedDict and vars(value) else []
-            return [_NAMES[kind], [[self.node(name), self.node(item)] for name, item in value.items()], *more]
+            return [_NAMES[kind], [self._item(name, item) for name, item in value.items()], *more]
         return self._leaf(value)
+
+    def _item(self, name: Any, item: Any) -> list[Any]:
+        self._path.append(str(name))
+        found = [self.node(name), self.node(item)]
+        self._path.pop()
+        return found
 
     def _leaf(self, value: Any) -> list[Any]:
         if type(value) in (bytes, bytearray):
@@ -129,7 +145,11 @@ class _Writer:
         described = self._codec.describe(value)
         if described is not None:
             return self._keep("tensor", *described)
-        return self._keep("pickle", None, self._codec.pickle(value))
+        try:
+            pickled = self._codec.pickle(value)
+        except Exception as error:  # whatever the value's class raises
+            raise not_kept(".".join(self._path), value, error) from error
+        return self._keep("pickle", None, pickled)
 
     def _keep(self, kind: str, description: Any, data: Any) -> list[Any]:
         self.leaves.append(data)

@@ -143,8 +143,15 @@ class ObjectState(State):
         self.save()
 
     def save(self) -> None:
-        """Keeps deep copies of the values in this process's memory."""
-        self.saved = copy.deepcopy(self.replicated()), copy.deepcopy(self.own())
+        """Keeps deep copies of the values in this process's memory. Raises InvalidRequestError, which names it, for a
+        value that cannot be copied.
+        """
+        try:
+            self.saved = copy.deepcopy(self.replicated()), copy.deepcopy(self.own())
+        except Exception:
+            for name in self._names:
+                copied(name, getattr(self, name))  # raises for the one that cannot be copied
+            raise
 
     def restore(self) -> None:
         """Sets the values back to the copies. Collective if ranks have parts of their own."""
@@ -201,3 +208,11 @@ class ObjectState(State):
     def from_first(self, value: Any) -> Any:
         """Returns the value of the first rank of the process set; it travels pickled. Collective."""
         return api.broadcast_object(value, self.process_set.ranks[0], "elastic.sync", self.process_set)
+
+
+def copied(name: str, value: Any) -> Any:
+    """Returns a deep copy of the value ``name`` of a state. Raises InvalidRequestError if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # whatever the value's class raises
+        raise plain.not_kept(name, value, error) from error

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import struct
+import threading
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocomm.elastic import plain
+from ocomm.elastic import ObjectState, plain
+from ocomm.errors import InvalidRequestError
 
 
 class Counting(plain.Codec):
@@ -117,6 +119,24 @@ def test_objects_are_pickled_each_by_itself() -> None:
     thing = Thing(3)
     (back, again, array), unpickled = there_and_back([thing, thing, np.array([None])])
     assert unpickled == 2 and back is again and back.value == 3 and array[0] is None
+
+
+def test_a_value_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^optimizers\.0\.schedule of the elastic state is a function, which cannot be kept: \w+: .*<lambda>.*\. "
+        r"Leave it out of the state, and make it anew from values that are in it\.$",
+    ):
+        plain.dump(
+            {"epoch": 1, "optimizers": {0: {"lr": 0.1, "schedule": lambda step: step}}}, io.BytesIO(), plain.Codec()
+        )
+
+
+def test_a_value_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^lock of the elastic state is a lock, which cannot be kept: TypeErr"
+    ):
+        ObjectState(epoch=0, lock=threading.Lock())
 
 
 def tree(node: Any, rest: bytes = b"") -> io.BytesIO:
