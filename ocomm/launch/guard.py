@@ -43,19 +43,19 @@ class Look:
 
 
 class Stillness:
-    """Decides whether a launcher hangs: it has had ranks, has none any more, and does nothing for ``still_s``."""
+    """Decides whether a launcher hangs: all ranks that it has have ended, and for ``still_s`` it does nothing, not even
+    take note of their end. One that does waits for something else, such as a process of a rank's that has its output.
+    """
 
     def __init__(self, still_s: float) -> None:
         self._still_s = still_s
-        self._had_ranks = False
         self._used = -1
         self._since_s = 0.0
 
     def hangs(self, look: Look) -> bool:
         """Takes in a look at the launcher, and returns the decision."""
-        self._had_ranks = self._had_ranks or bool(look.children)
-        is_still = look.is_asleep and look.is_read and look.used == self._used and not any(look.children.values())
-        if not (self._had_ranks and is_still):
+        has_ended = bool(look.children) and not any(look.children.values())
+        if not (has_ended and look.is_asleep and look.is_read and look.used == self._used):
             self._used, self._since_s = look.used, look.now_s
         return look.now_s - self._since_s >= self._still_s
 
