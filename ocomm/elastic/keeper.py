@@ -15,7 +15,7 @@ from ocomm import api
 from ocomm import session as sessions
 from ocomm.elastic.commits import Choice, File, Held, Label, Listing, Part, choose, without
 from ocomm.elastic.folder import Folder, received
-from ocomm.errors import CheckpointError, OcommError, clause
+from ocomm.errors import CheckpointError, OcommError, clause, in_words
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
 
@@ -340,9 +340,9 @@ class Keeper:
         except Exception as error:  # it is not known what models and optimizers raise
             if isinstance(error, OcommError) and not isinstance(error, CheckpointError):
                 raise  # a collective has failed
-            why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            why = clause(error) if isinstance(error, CheckpointError) else in_words(error)
             raise CheckpointError(
-                f"the state does not take commit {label.number} in {self.folder.path}: {clause(why)}. If that commit "
+                f"the state does not take commit {label.number} in {self.folder.path}: {why}. If that commit "
                 "is of another model, script or optimizer, name another folder, or remove what begins with "
                 f"{self.folder.stem} from it to start anew."
             ) from error
