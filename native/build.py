@@ -96,7 +96,7 @@ _HEADERS = ("ocomm.h", "processor.h", "pool.h", *_BODIES)
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',
-    sources=[f"native/{name}" for name in ("pool.c", "kernels.c", "reduce.c", "engine.c", "exit.c")],
+    sources=[f"native/{name}" for name in ("pool.c", "kernels.c", "reduce.c", "engine.c", "device.c", "exit.c")],
     depends=[*(f"native/{name}" for name in _HEADERS), "native/build.py", "ocomm/kernels/loops.py"],
     include_dirs=["native"],
     extra_compile_args=COMPILE_ARGS,

@@ -19,7 +19,6 @@
 
 #define STAGES_PER_TAG 16
 #define TAGS 2048 /* * STAGES_PER_TAG = 32768, the tag range that every MPI has */
-#define NON_FINITE 1u
 #define DISAGREEMENT 0x4f434f44u
 #define PASSING_ON_NS 5000000000 /* how long a segment may go on after a disagreement, to tell others about it */
 #define LONGEST_SPIN_NS 1000000 /* longest spin while a user's thread waits, whose core is free */
@@ -99,6 +98,7 @@ struct ocomm_engine {
     int64_t learned_spin_ns; /* how long spinning has paid off recently while a user's thread waits */
     int64_t pace_ns;  /* recent time between messages */
     int completed, error;
+    int offloads; /* since it was last set to 0: 1: some are under way that C asks for, 2: any has begun or ended */
     ocomm_counters counters;
 };
 
@@ -450,23 +450,28 @@ static int run_op(ocomm_pool *pool, const ocomm_op *op, int32_t ranks) {
         return check(op, ranks);
     default:
         if (!run_loop(pool, op, &flags) && flags)
-            *flags |= NON_FINITE;
+            *flags |= OCOMM_NON_FINITE;
     }
     return -1;
 }
 
 /* Checks an offloaded computation: returns 1 when it is over, 0 when not yet, -1 when it has failed. */
-static int run_task(const ocomm_op *op, int32_t *offloaded) {
+static int run_task(ocomm_engine *engine, const ocomm_op *op, int32_t *offloaded) {
     const ocomm_task task = (ocomm_task)(uintptr_t)op->a[0].i;
     void *given = op->a[1].p;
+    if (task == ocomm_device_run)
+        engine->offloads |= 1;
     if (!*offloaded) {
         *offloaded = 1;
+        engine->offloads |= 2;
         if (task(given, 1) < 0)
             return -1;
     }
     int over = task(given, 0);
-    if (over)
+    if (over) {
         *offloaded = 0;
+        engine->offloads |= 2;
+    }
     return over;
 }
 
@@ -619,7 +624,7 @@ static int advance(ocomm_channel *channel, slot *s) {
             for (; s->op < st->ops; s->op++) {
                 const ocomm_op *op = &plan->ops[st->first_op + s->op];
                 if (op->code == OCOMM_OFFLOAD) {
-                    int over = run_task(op, &s->offloaded);
+                    int over = run_task(engine, op, &s->offloaded);
                     if (over < 0) {
                         fail_channel(channel, plan, OCOMM_TASK_ERROR, 0);
                         return -1;
@@ -915,6 +920,9 @@ static int look_for_control(const ocomm_engine *engine, const watch *watched) {
 /* Returns for how long to sleep when nothing has moved for `quiet` ns: 0 for not at all, -1 to let other processes run
  * first. A user's thread that does not wait uses the core for something else, so only one that waits is worth a spin. */
 static int64_t nap_ns(const ocomm_engine *engine, int64_t quiet, int waited_for, int busy) {
+    /* A device is not a network: how long it takes is not learned from messages, and to ask it costs a microsecond. */
+    if (engine->offloads & 1)
+        return waited_for && quiet < engine->spin_ns ? 0 : waited_for ? 20000 : 100000;
     const int64_t learned = engine->learned_spin_ns, spin = engine->spin_ns < learned ? engine->spin_ns : learned;
     if (waited_for && quiet < spin)
         return 0;
@@ -976,7 +984,8 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
                 reason |= OCOMM_FAILED;
             }
             came = polled > 0;
-            moved |= came | serve(channels, &busy);
+            engine->offloads = 0;
+            moved |= came | serve(channels, &busy) | (engine->offloads & 2);
             if (busy && now - last_expiry > 10000000) {
                 last_expiry = now;
                 for (ocomm_channel *channel = channels; channel; channel = channel->next)

@@ -115,6 +115,7 @@ typedef struct {
 enum { OCOMM_COPY, OCOMM_COPY_IN, OCOMM_COPY_OUT, OCOMM_WRITE_HEADERS, OCOMM_CHECK_HEADERS, OCOMM_OFFLOAD };
 enum { OCOMM_QUEUED, OCOMM_ACTIVE, OCOMM_DONE, OCOMM_MISMATCH, OCOMM_MPI_ERROR, OCOMM_TIMED_OUT, OCOMM_ABORTED,
        OCOMM_TASK_ERROR, OCOMM_WRONG_SIZE };
+enum { OCOMM_NON_FINITE = 1 }; /* in flags of ranks and nodes */
 enum { OCOMM_WOKEN = 1, OCOMM_COMPLETED = 2, OCOMM_CONTROL = 4, OCOMM_FAILED = 8 };
 
 typedef struct {
@@ -226,6 +227,68 @@ void ocomm_channel_abandon(ocomm_channel *channel);
  * failed. Messages of later stages do not count, because they wait for this rank, too. */
 int ocomm_channel_waiting(ocomm_channel *channel, uint8_t *waiting);
 ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
+
+/* The driver of a CUDA device: its functions, and what they are called with. */
+typedef struct {
+    void *push, *pop, *exchange_mode, *upload, *download, *clear, *launch, *record, *query, *wait;
+    void *context, *stream, *second; /* the device's own two streams */
+    int64_t threads, shared_nbytes;  /* of each thread block of a launch */
+} ocomm_driver;
+
+/* Calls that have been made of the driver. */
+typedef struct {
+    int64_t launches, copies, asks;
+} ocomm_device_calls;
+
+typedef struct ocomm_device ocomm_device;
+
+enum { OCOMM_MIRROR_SLOTS = 16, OCOMM_PARAMETERS = 32 };
+
+/* A table of the host that changes, and its copy on the device. Each change travels through another slot of page-locked
+ * memory, in which it stays until it has arrived. */
+typedef struct {
+    const void *table;
+    int64_t copy, nbytes;
+    uint8_t *sent, *slots; /* what was sent last; nbytes for each slot */
+    void *events[OCOMM_MIRROR_SLOTS];
+    int32_t used[OCOMM_MIRROR_SLOTS];
+    int32_t next, is_sent;
+} ocomm_mirror;
+
+/* Slots by operation: to, from, number of bytes of a copy; to, number of bytes to clear; from: the mirror; to: the
+ * function to launch, from: thread blocks, number of parameters of 8 bytes each, of which five from `noise_at` on come from
+ * `noise`, unless that is NULL. */
+enum { OCOMM_UPLOAD, OCOMM_DOWNLOAD, OCOMM_CLEAR, OCOMM_MIRROR, OCOMM_LAUNCH };
+typedef struct {
+    int64_t code, to, from, number;
+    int64_t *parameters;
+    const ocomm_noise *noise;
+    int64_t noise_at;
+} ocomm_device_op;
+
+/* What ocomm_device_run queues. On the second stream if `beside`. If it is not `awaited` the engine goes on at once, and the
+ * first stream waits for the second. `*status` is nonzero at the end if something was not finite. */
+typedef struct {
+    ocomm_device *device;
+    const ocomm_device_op *ops;
+    int32_t count, beside, awaited, flag_count;
+    void *event;
+    const int32_t *status;
+    uint32_t **flags; /* get OCOMM_NON_FINITE */
+    int32_t next, is_queued;
+    int32_t error; /* the driver's code */
+} ocomm_device_work;
+
+ocomm_device *ocomm_device_new(const ocomm_driver *driver);
+void ocomm_device_free(ocomm_device *device);
+ocomm_device_calls ocomm_device_counts(const ocomm_device *device);
+/* An ocomm_task; `work` is an ocomm_device_work. */
+int ocomm_device_run(void *work, int begin);
+/* Queues a copy of the table if it has changed since the last one. Returns 1, and does nothing, if all slots are under way;
+ * minus the driver's code on failure. Any thread. */
+int ocomm_mirror_send(ocomm_device *device, ocomm_mirror *mirror);
+/* Queues a launch on the first stream; returns the driver's code. Any thread. */
+int ocomm_device_launch(ocomm_device *device, void *function, int64_t blocks, int64_t *parameters, int64_t count);
 
 /* Arranges that the process, which is ending, ends with the status that it was given, or with 1 instead of 0, and
  * without what MPI does at exit, which would wait for ranks that have died. Returns 0 if that could be arranged. */

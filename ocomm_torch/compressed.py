@@ -130,6 +130,7 @@ class CompressedOptimizer(HasRankState):
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
         self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._tensors, self._placement, self._parameters)
+        self._has_masters = any(m is not p for m, p in zip(self._masters.stepped, self._tensors, strict=True))
         self._gradients = Gradients(
             self._names, self._tensors, self._orders, self._masters, self._placement, memory.free_gradients
         )
@@ -343,11 +344,12 @@ class CompressedOptimizer(HasRankState):
         if not early or self._driver.is_at_start or self._driver.is_decay_coupled or counts != self._group_counts:
             self._find_parameters()
         self._placement.arrive()
-        self._masters.begin()
         if self._unhooked:
             self._hook_parameters()
         self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
-        self._driver.begin(early)
+        self._driver.begin(early)  # which says whether decay is coupled
+        if self._has_masters and not (early and self._looks_late):
+            self._look_at_parameters()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -419,11 +421,15 @@ class CompressedOptimizer(HasRankState):
                 self._gradients.post_copies()
             self._find_parameters()
             self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
-            self._follow()
+            if self._has_masters and self._looks_late:
+                self._look_at_parameters()
+            elif self._has_masters:
+                self._follow()
         else:
             self._begin()
+        before_take = self._masters.take if self._has_masters else None
         try:
-            self.outcome = self._driver.step(self._gradients.have_changed)
+            self.outcome = self._driver.step(self._gradients.have_changed, before_take)
             self._placement.leave()
             if self.outcome is StepOutcome.TAKE:
                 self._masters.write()
@@ -449,6 +455,19 @@ class CompressedOptimizer(HasRankState):
             f"wait for. For clipping write Distributed{kind}(..., max_grad_norm=LIMIT) instead of synchronize() and "
             "clip_grad_norm_(); for a GradScaler write scaler.step(optimizer) alone."
         )
+
+    @property
+    def _looks_late(self) -> bool:
+        """True if what was written to parameters is looked for in ``step()``, and masters get it when the exchange is
+        over: a look at a device's memory would wait there for all that Torch has queued.
+        """
+        return self._placement.is_device and not self._driver.is_decay_coupled
+
+    def _look_at_parameters(self) -> None:
+        if self._looks_late:
+            self._masters.look()
+        else:
+            self._masters.begin()
 
     def _follow(self) -> None:
         """Copies to masters what was written to their parameters."""

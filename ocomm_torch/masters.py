@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import WHOLE, Kernels
+from ocomm.kernels.device import DeviceKernels, Later
 from ocomm_torch.placement import Placement
 
 #: Parameters of these types have a master; float32 parameters are changed directly, unless they are elsewhere.
@@ -43,7 +44,9 @@ class Masters:
         self._gradients: dict[int, torch.Tensor] = {}
         self._placement = placement
         # Checksums of the parameters when they were last equal to their rounded masters; None if that is not known.
-        self._known: NDArray[np.uint64] | None = None
+        self._known: NDArray[np.uint64] | Later | None = None
+        #: Checksums of the parameters as ``look`` has found them, until they are compared.
+        self._looked: NDArray[np.uint64] | Later | None = None
         #: Masters of a saved state, until a step begins: parameters may be loaded after them.
         self._saved: dict[int, torch.Tensor] = {}
 
@@ -57,17 +60,30 @@ class Masters:
 
     # Parameters
 
-    def follow(self) -> bool:
-        """Copies to masters what was written to parameters. Returns True if anything was."""
-        if not self._parameters:
+    def look(self) -> None:
+        """Begins what ``settle`` ends; between them nothing writes to parameters. A device need not be waited for."""
+        if self._parameters:
+            if isinstance(self._looked, Later):
+                self._looked.drop()
+            self._looked = self._begin_sums(self._placement.tensor_kernels, self._parameters)
+
+    def settle(self) -> bool:
+        """Copies to masters what was written to parameters before ``look``. Returns True if anything was."""
+        if self._looked is None:
             return False
-        now = self.checksums(self._parameters)
-        known, written = self._known, False
+        now, written = _result_of(self._looked), False
+        known = None if self._known is None else _result_of(self._known)
+        self._looked = None
         for place, (index, parameter) in enumerate(self._parameters.items()):
             if known is None or now[place] != known[place]:
                 written |= self._take_written(index, parameter.detach())
         self._known = now
         return written
+
+    def follow(self) -> bool:
+        """Copies to masters what was written to parameters. Returns True if anything was."""
+        self.look()
+        return self.settle()
 
     def _take_written(self, index: int, parameter: torch.Tensor) -> bool:
         master = self._masters[index]
@@ -82,17 +98,25 @@ class Masters:
         master.copy_(torch.where(written, value, master))
         return True
 
-    def begin(self) -> None:
-        """Calls ``follow`` before a step. Parameters that are loaded later belong to another state."""
-        self.follow()
+    def begin(self) -> bool:
+        """Calls ``follow`` before a step, and returns its result. Parameters that are loaded later belong to another
+        state.
+        """
+        self.look()
+        return self.take()
+
+    def take(self) -> bool:
+        """Ends what ``look`` has begun before a step."""
+        written = self.settle()
         self._saved.clear()
+        return written
 
     def write(self) -> None:
         """Sets every parameter to its rounded master."""
         if not self._parameters:
             return
         written = self._placement.write(self._parameters, self._masters)
-        self._known = self._sums(self._placement.kernels, written)
+        self._known = self._begin_sums(self._placement.kernels, written)
 
     def restart(self) -> None:
         """Sets every master to its parameter."""
@@ -144,10 +168,16 @@ class Masters:
         return self._sums(self._placement.tensor_kernels, tensors, part)
 
     def _sums(self, kernels: Kernels, tensors: Mapping[int, torch.Tensor], part: int = WHOLE) -> NDArray[np.uint64]:
-        addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
-        nbytes = np.array([tensor.nbytes for tensor in tensors.values()], np.int64)
         self._placement.arrive()
-        return kernels.checksums(addresses, nbytes, part)
+        return kernels.checksums(*_memory_of(tensors), part)
+
+    def _begin_sums(self, kernels: Kernels, tensors: Mapping[int, torch.Tensor]) -> NDArray[np.uint64] | Later:
+        self._placement.arrive()
+        if isinstance(kernels, DeviceKernels):
+            begun = kernels.begin_checksums(*_memory_of(tensors))
+            self._placement.leave()  # later writes come after that
+            return begun
+        return kernels.checksums(*_memory_of(tensors))
 
     # The wrapped optimizer
 
@@ -183,3 +213,15 @@ def _replace(optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[torch.Tenso
     for before, after in pairs:
         if before in optimizer.state:
             optimizer.state[after] = optimizer.state.pop(before)
+
+
+def _memory_of(tensors: Mapping[int, torch.Tensor]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Returns addresses, and sizes in bytes."""
+    return (
+        np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
+        np.array([tensor.nbytes for tensor in tensors.values()], np.int64),
+    )
+
+
+def _result_of(sums: NDArray[np.uint64] | Later) -> NDArray[np.uint64]:
+    return sums.result() if isinstance(sums, Later) else sums

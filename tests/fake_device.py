@@ -21,7 +21,7 @@ import numpy as np
 
 from ocomm.kernels import cpu_kernels, reference
 from ocomm.kernels.base import PIECE, TENSOR, Bytes
-from ocomm.kernels.device import DeviceArray
+from ocomm.kernels.device import DeviceArray, DeviceMemory
 from ocomm.types import DType
 
 #: Added to an address of this process: no processor has addresses as high as that.
@@ -107,6 +107,22 @@ class FakeLoops:
             self._device.queue("launch", loop, run)
 
         return queue
+
+
+class FakeMirror:
+    """See ``kernels.device.Mirror``."""
+
+    def __init__(self, memory: DeviceMemory, table: np.ndarray) -> None:
+        self._table = table
+        self.copy = memory.empty(table.size, table.dtype)
+        self._sent: np.ndarray | None = None
+
+    def current(self, memory: DeviceMemory) -> DeviceArray:
+        now = self._table.view(np.uint8).reshape(-1).copy()
+        if now.size and (self._sent is None or not np.array_equal(now, self._sent)):
+            memory.device.upload(self.copy.address, now)
+            self._sent = now
+        return self.copy
 
 
 @dataclass
@@ -242,6 +258,12 @@ class FakeDevice:
 
     def stream(self) -> FakeStream:
         return FakeStream()
+
+    def mirror(self, memory: DeviceMemory, table: np.ndarray) -> FakeMirror:
+        return FakeMirror(memory, table)
+
+    def work(self, *what: Any) -> None:
+        """Python queues everything."""
 
     def loops(self, status: DeviceArray) -> FakeLoops:
         return FakeLoops(self, status, self.inner)

@@ -123,6 +123,10 @@ int cuLaunchKernelEx(const struct launch *launch, void *kernel, void **arguments
     fflush(stdout);
     return in(launch->stream);
 }
+int cuLaunchKernel(void *kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared, void *stream, void **arguments, void **extra) {
+    struct launch launch = {x, y, z, threads, ty, tz, shared, stream};
+    return kernel ? cuLaunchKernelEx(&launch, kernel, arguments, extra) : BAD_HANDLE;
+}
 
 int cuGetErrorName(int code, const char **name) { *name = "CUDA_ERROR"; return 0; }
 int cuGetErrorString(int code, const char **words) {

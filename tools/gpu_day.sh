@@ -6,13 +6,16 @@
 #
 # Run it in the root of a checkout, with an environment that has a CUDA build of Torch (docs/gpu.md says what else). Tests
 # are kernels training ranks tensorflow sanitizer, figures are speed step staging offload attention. None named: all, in
-# the order of what is learned by them. OUT gets gpu-day.log, and of each figure JSON or a table for benchmarks/results.
+# the order of what is learned by them; kernels+training run side by side, as tests may and figures must not. OUT gets
+# gpu-day.log, and of each figure JSON or a table for benchmarks/results.
 #
 #     PY, MPIRUN     Python and mpirun of that environment
 #     WHEELS         a folder of wheels of what it lacks, which are installed into it first, without an index
 #     PART_SECONDS   how long a part may take (600)
 #     DAY_SECONDS    how long all of it may take: a part gets what is left, or is not begun (0: no limit)
 #     RANKS          the numbers of ranks that share the GPU in part ranks ("2 4")
+#     JOBS           the number of processes that share the tests of kernels and of training (1)
+#     ROUNDS, NBYTES rounds of step and staging (9), sizes of arrays in speed ("268435456 1073741824")
 #     COMMIT         what is measured, for the figures, where the checkout has no history
 #
 # A part that fails, or has nothing to run on, does not keep the others from running; the last lines say how each ended.
@@ -30,6 +33,9 @@ PY=${PY:-python3}
 PART_SECONDS=${PART_SECONDS:-600}
 DAY_SECONDS=${DAY_SECONDS:-0}
 RANKS=${RANKS:-2 4}
+JOBS=${JOBS:-1}
+ROUNDS=${ROUNDS:-9}
+NBYTES=${NBYTES:-268435456 1073741824}
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PYTHONUNBUFFERED=1
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(kernels training speed step ranks staging attention offload sanitizer tensorflow)
@@ -81,15 +87,18 @@ PYTHON
     "$PY" -m ocomm.launch --check-build || true
 }
 
+# Options for an environment that is not ours: pytest-timeout may be missing, pytest-benchmark may be there, and warns.
+PYTEST="pytest -q --no-header --color=no -p no:benchmark -W ignore::pytest.PytestConfigWarning"
+
 # 0 also where everything was deselected.
 run_pytest() {
-    # pytest-timeout may be missing.
-    "$PY" -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning "$@" || test $? = 5
+    local jobs=()
+    [ "$JOBS" = 1 ] || jobs=(-n "$JOBS")
+    "$PY" -m $PYTEST "${jobs[@]}" "$@" || test $? = 5
 }
 
 on_ranks() {
-    TEST_MPI_SIZE=$1 $MPIRUN -np "$1" "$PY" -m pytest -q --no-header -W ignore::pytest.PytestConfigWarning --capture=no \
-        "${@:2}" </dev/null
+    TEST_MPI_SIZE=$1 $MPIRUN -np "$1" "$PY" -m $PYTEST --capture=no "${@:2}" </dev/null
 }
 
 # 77, with the reason, if a Python expression about torch or tensorflow is false.
@@ -121,9 +130,8 @@ tests() {
     sanitizer)
         command -v compute-sanitizer >/dev/null || { echo 'compute-sanitizer is not on the PATH'; return 77; }
         for tool in memcheck racecheck initcheck; do
-            PYTEST_TIMEOUT=1800 compute-sanitizer --tool $tool --error-exitcode 9 "$PY" -m pytest -q --no-header \
-                -W ignore::pytest.PytestConfigWarning -m 'not long' -k 'every_length or DenseValues' \
-                tests/contract/test_cuda.py || test $? = 5 || failed=1
+            PYTEST_TIMEOUT=1800 compute-sanitizer --tool $tool --error-exitcode 9 "$PY" -m $PYTEST -m 'not long' \
+                -k 'every_length or DenseValues' tests/contract/test_cuda.py || test $? = 5 || failed=1
         done
         return $failed
         ;;
@@ -131,23 +139,41 @@ tests() {
 }
 
 figure() {
-    local device=cuda small=() nbytes
-    [ -z "$rehearses" ] || { device=fake; small=(--rounds 2); }
+    local device=cuda nbytes
+    [ -z "$rehearses" ] || { device=fake; ROUNDS=2; }
     case $1 in
     speed)
-        for nbytes in 268435456 1073741824; do
+        for nbytes in $NBYTES; do
             "$PY" -m ocomm.bench kernels --device cuda --ranks 2 8 64 --nbytes $nbytes --json "$out/gpu-kernels-$nbytes.json" || return
         done
         ;;
-    step) "$PY" -m benchmarks.gpu.step --device $device "${small[@]}" --json "$out/gpu-step.json" ;;
-    staging) $MPIRUN -np 2 "$PY" -m benchmarks.gpu.staging --device $device "${small[@]}" --json "$out/gpu-staging.json" </dev/null ;;
+    step) "$PY" -m benchmarks.gpu.step --device $device --rounds "$ROUNDS" --json "$out/gpu-step.json" ;;
+    staging) $MPIRUN -np 2 "$PY" -m benchmarks.gpu.staging --device $device --rounds "$ROUNDS" --json "$out/gpu-staging.json" </dev/null ;;
     offload) OCOMM_KERNEL_THREADS=8 "$PY" -m benchmarks.gpu.offload --device $device --json "$out/gpu-offload.json" ;;
     attention) "$PY" -m benchmarks.sparse_attention --device cuda --into "$out" ;;
     esac
 }
 
+# Each part's output as a whole, in the order of their names.
+side_by_side() {
+    local name failed=0 processes=()
+    for name; do
+        part "$name" >"$out/part-$name.log" 2>&1 &
+        processes+=($!)
+    done
+    for name; do
+        wait "${processes[0]}" || failed=$?
+        processes=("${processes[@]:1}")
+        echo "== $name"
+        cat "$out/part-$name.log"
+        rm "$out/part-$name.log"
+    done
+    return $failed
+}
+
 part() {
     case $1 in
+    *+*) side_by_side ${1//+/ } ;;
     kernels | training | ranks | tensorflow | sanitizer) tests "$1" ;;
     speed | step | staging | offload | attention) figure "$1" ;;
     *)
@@ -160,8 +186,8 @@ part() {
 run() {
     prepare || { echo "gpu_day.sh: not ready"; return 1; }
     local name code limit ended=() failed=0 began
-    export -f part tests figure needs run_pytest on_ranks
-    export out PY MPIRUN RANKS rehearses
+    export -f part side_by_side tests figure needs run_pytest on_ranks
+    export out PY PYTEST MPIRUN RANKS JOBS ROUNDS NBYTES rehearses
     for name in "${parts[@]}"; do
         began=$SECONDS
         limit=$PART_SECONDS

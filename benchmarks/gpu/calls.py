@@ -1,7 +1,7 @@
 """Which calls of CUDA a step makes, in which thread: launches, copies, and what the host waits for.
 
 Torch's profiler records all calls of CUDA's runtime in the process, and of the driver those that launch. What Python
-calls of the driver, as ocomm and numba do, is counted where it is called.
+calls of the driver, as ocomm and numba do, is counted where it is called; what ocomm's C calls, by itself.
 """
 
 from __future__ import annotations
@@ -96,16 +96,22 @@ class Driver:
         return self._calls
 
 
-def count(driver: Driver, step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Calls per step, as "training waits" and so on."""
+def count(
+    driver: Driver, step: Callable[[], object], steps: int, in_c: Callable[[], dict[str, int]] = dict
+) -> dict[str, float]:
+    """Calls per step, as "training waits" and so on. ``in_c`` returns how often C has copied and asked so far, which it
+    does for the engine.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
     def run() -> None:
         for _ in range(steps):
             step()
 
+    before = in_c()
     with profile(activities=activities) as profiler:
         called = driver.during(run)
+    called.update({("engine", kind): number - before[kind] for kind, number in in_c().items()})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

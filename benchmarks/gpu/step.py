@@ -114,7 +114,7 @@ def make(name: str, device: Gpu, size: GptSize, batch: int) -> Timed:
     return Timed(name, step, optimizer, device.allocated() - before)
 
 
-def row(method: Timed, base: Timed, driver: Driver, numel: int) -> dict[str, Any]:
+def row(device: Gpu, method: Timed, base: Timed, driver: Driver, numel: int) -> dict[str, Any]:
     ratios = [mine / theirs for mine, theirs in zip(method.times, base.times, strict=True)]
     low, high = interval_of_median(ratios)
     report = getattr(method.optimizer, "compression_report", dict)()
@@ -128,7 +128,7 @@ def row(method: Timed, base: Timed, driver: Driver, numel: int) -> dict[str, Any
         "all_threads_ms": 1e3 * median(method.all_threads),
         "torch_bytes": method.allocated / numel,
         "ocomm_bytes": sum(report.get("memory_bytes", {}).values()) / numel,
-        "calls": count(driver, method.step, COUNTED),
+        "calls": count(driver, method.step, COUNTED, device.calls_in_c),
     }
 
 
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         for method in methods:
             method.run(device, steps)
     numel = sum(p.numel() for p in Gpt(size).parameters())
-    rows = [row(method, methods[0], driver, numel) for method in methods]
+    rows = [row(device, method, methods[0], driver, numel) for method in methods]
     print(f"{device.name()}, {numel / 1e6:.1f} M parameters, calls of training / engine / other threads\n")
     print(show(rows))
     write(args, device, {"parameters": numel, "rows": rows})

@@ -112,10 +112,12 @@ class _Compiler:
                 lengths = self.numbers(c.nbytes)
                 self.op(lib.OCOMM_COPY_OUT, self.pointers(c.destinations), lengths, len(c.destinations), a(c.source))
             case plans.Offload():
-                handle = ffi.new_handle(c.task)
-                self.keep.append(handle)
-                function = int(ffi.cast("intptr_t", lib.ocomm_run_task))
-                self.op(lib.OCOMM_OFFLOAD, function, int(ffi.cast("intptr_t", handle)))
+                task = c.task.compiled() if isinstance(c.task, plans.CompiledTask) else None
+                if task is None:
+                    handle = ffi.new_handle(c.task)
+                    self.keep.append(handle)
+                    task = int(ffi.cast(_INTPTR, lib.ocomm_run_task)), int(ffi.cast(_INTPTR, handle))
+                self.op(lib.OCOMM_OFFLOAD, *task)
             case plans.WriteHeaders():
                 self.op(
                     lib.OCOMM_WRITE_HEADERS,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,6 +150,17 @@ class Task(Protocol):
 
     def is_over(self) -> bool:
         """Returns True if the work is over. Called until that is so, once per ``start``; never waits."""
+        ...
+
+
+@runtime_checkable
+class CompiledTask(Task, Protocol):
+    """A task that the native engine may run without Python."""
+
+    def compiled(self) -> tuple[int, int] | None:
+        """Returns the addresses of a C function, which is called instead of the others, and of its argument
+        (``ocomm_task`` in ``native/ocomm.h``); None if there is none. Called when a plan is prepared.
+        """
         ...
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,44 +26,59 @@ from ocomm.collectives.bridge import IntraNode, take_turn
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, GROUP, Bytes, Memory, Table
-from ocomm.kernels.device import DeviceMemory, Event, Queue
+from ocomm.kernels.device import DeviceMemory, Event, Queue, Step, Verb, Work
 from ocomm.kernels.loops import KINDS
 from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
 
 #: Elements that one thread block of a device copies into or out of a message.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 12
 
 
 class DeviceTask:
     """A ``plan.Task``: copies and loops, in order, and what they have found at the end.
 
-    ``direct``: messages are on the device and are not copied.
+    ``direct``: messages are on the device and are not copied. ``beside``: it may run on the device's second stream.
+    ``awaited``: the engine waits for it; else only what the device is given later does.
     """
 
-    def __init__(self, memory: DeviceMemory, direct: bool = False) -> None:
-        self.failure: BaseException | None = None
+    def __init__(
+        self, memory: DeviceMemory, direct: bool = False, *, beside: bool = False, awaited: bool = True
+    ) -> None:
         self._memory = memory
         self._direct = direct
-        self._steps: list[Callable[[], None]] = []
+        self.is_beside = beside
+        self._awaited = awaited
+        self._steps: list[Step] = []
         self._queue: Queue | None = None
-        self._status = np.zeros(0, np.int32)
+        self._status: Bytes = np.zeros(4, np.uint8)
         self._flags: list[np.ndarray] = []
         self._event: Event | None = None
+        self._failure: BaseException | None = None
+        self._work: Work | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure if self._work is None else self._work.failure
+
+    @failure.setter
+    def failure(self, error: BaseException | None) -> None:
+        self._failure = error
 
     def upload(self, parts: Iterable[Bytes]) -> None:
         """Adds copies of staging memory to the device."""
-        if not self._direct:
-            self._steps += [partial(self._memory.upload, part) for part in parts]
+        for part in parts:
+            if part.nbytes and not self._direct:
+                self._steps.append(Step(Verb.UPLOAD, (part, self._memory.twin(part))))
 
     def download(self, part: Bytes) -> None:
         """Adds a copy from the device."""
-        if not self._direct:
-            self._steps.append(partial(self._memory.download, part))
+        if part.nbytes and not self._direct:
+            self._steps.append(Step(Verb.DOWNLOAD, (part, self._memory.twin(part))))
 
     def add(self, queue: Callable[..., None], *arguments: object) -> None:
         """Adds what ``queue(*arguments)`` puts into the device's queue."""
-        self._steps.append(partial(queue, *arguments))
+        self._steps.append(Step(Verb.CALL, (queue, *arguments)))
 
     def loop(self, flags: np.ndarray | None, loop: str, *arguments: object) -> None:
         """Adds a loop of ``Kernels``, which sets ``flags`` if something is not finite.
@@ -75,45 +89,51 @@ class DeviceTask:
         if self._queue is None:
             self._queue = Queue(self._memory)
         self._queue.prepare(loop)
-        self._steps.append(partial(self._queue.call, loop, *arguments))
+        self._steps.append(Step(Verb.LOOP, (loop, *arguments)))
         if flags is not None:
             self._flags.append(flags)
-            if not self._status.size:
-                self._status = self._memory.device.pinned(4).view(np.int32)
+            if len(self._flags) == 1:
+                self._status = self._memory.device.pinned(4)
+
+    def compiled(self) -> tuple[int, int] | None:
+        steps = [*self._steps, *self._last()]
+        if all(step.verb != Verb.CALL for step in steps):
+            device = self._memory.device
+            self._work = device.work(self._queue, steps, self._status, self._flags, self.is_beside, self._awaited)
+        return None if self._work is None else self._work.task
+
+    def _last(self) -> list[Step]:
+        """Returns the steps that take what loops have found."""
+        if not self._flags:
+            return []
+        assert self._queue is not None
+        found = self._queue.status
+        return [Step(Verb.DOWNLOAD, (self._status, found)), Step(Verb.CLEAR, (found,))]
 
     def start(self) -> None:
         memory = self._memory
         with memory.lock:
-            for step in self._steps:
-                step()
-            if self._flags:
-                assert self._queue is not None
-                memory.device.download(self._status.view(np.uint8), self._queue.status.address)
-                memory.assign(self._queue.status, 0)
-            self._event = memory.device.record()
+            for verb, arguments in [*self._steps, *self._last()]:
+                if verb == Verb.UPLOAD:
+                    memory.device.upload(arguments[1].address, arguments[0])
+                elif verb == Verb.DOWNLOAD:
+                    memory.device.download(arguments[0], arguments[1].address)
+                elif verb == Verb.CLEAR:
+                    memory.assign(arguments[0], 0)
+                elif verb == Verb.LOOP:
+                    assert self._queue is not None
+                    self._queue.call(*arguments)
+                else:
+                    arguments[0](*arguments[1:])
+            self._event = memory.device.record() if self._awaited else None
 
     def is_over(self) -> bool:
         if self._event is not None and not self._event.is_over():
             return False
         self._event = None
-        if self._flags and self._status[0]:
+        if self._flags and self._status.view(np.int32)[0]:
             for flags in self._flags:
                 flags[0] |= Flag.NON_FINITE
-        return True
-
-
-class _Upload:
-    """A ``plan.Task`` that copies to the device; only the device itself waits for it."""
-
-    def __init__(self, memory: DeviceMemory, staging: Bytes) -> None:
-        self.failure: BaseException | None = None
-        self._memory = memory
-        self._staging = staging
-
-    def start(self) -> None:
-        self._memory.upload(self._staging)
-
-    def is_over(self) -> bool:
         return True
 
 
@@ -170,7 +190,9 @@ def staged(
                 task.download(result)
                 segment.stages[-1].compute.append(Offload("Download", task))
             else:
-                segment.stages[-1].compute.append(Offload("Upload", _Upload(memory, result)))
+                task = DeviceTask(memory, beside=segment.is_beside, awaited=False)
+                task.upload([result])
+                segment.stages[-1].compute.append(Offload("Upload", task))
     return Plan(plan.name, segments, plan.keepalive)
 
 
@@ -245,9 +267,14 @@ class _Segment:
                     self._of_host.add(part)
         for part in seen:
             self._of_host.add(part)
+        #: May what follows run beside the first stream? Averages of early buckets need not wait there for late
+        #: gradients: what they read was written before a task of this segment that the engine has seen to be over.
+        self.is_beside = False
         self._next: list[Computation] = []
         for stage in stages:
             compute = self._next + self._computed(stage)
+            if any(isinstance(c, Offload) for c in compute):
+                self.is_beside = not direct and intra_node is None
             self._next = []
             if stage.intra_node and intra_node is not None:
                 self._bridge(stage, compute, intra_node)
@@ -270,15 +297,17 @@ class _Segment:
                 for message in c.messages if isinstance(c, plans.WriteHeaders) else ():
                     self._at_hand.remove(message[: self._heads[_address(message)]])
                 continue
-            if task is None:  # consecutive computations share one task and its event
-                task = DeviceTask(self._memory, self._direct)
+            # What reads or writes by addresses in a table stays where these tables are copied.
+            beside = self.is_beside and isinstance(c, plans.Loop) and not c.declaration.has("Tensors")
+            if task is None or task.is_beside != beside:  # else computations share one task and its event
+                task = DeviceTask(self._memory, self._direct, beside=beside)
                 compute.append(Offload(plans.name_of(c), task))
             read, written = _add(task, c, self._missing)
             for part in read:
                 self._at_hand.add(part)
             if written is not None:
                 self._at_hand.add(written)
-                if self._intra_node is None or (not stays and self._of_host.touch(written)):
+                if not stays and self._of_host.touch(written):
                     task.download(written)
         return compute
 

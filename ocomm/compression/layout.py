@@ -148,14 +148,7 @@ class SegmentLayout(MessageLayout):
 
     def runs(self) -> Table:
         """Returns the blocks as runs of adjacent elements: a RUN table, without positions."""
-        blocks = self.blocks
-        ends = blocks["start"] + blocks["length"]
-        joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
-        first = np.flatnonzero(np.concatenate([[True], ~joined]))
-        runs = np.zeros(first.size, RUN)
-        runs["tensor"], runs["start"] = blocks["tensor"][first], blocks["start"][first]
-        runs["length"] = np.add.reduceat(blocks["length"].astype(np.int64), first)
-        return runs
+        return runs_of(self.blocks)
 
     @cached_property
     def slice_runs(self) -> tuple[Table, ...]:
@@ -497,3 +490,14 @@ def _least_loaded(lengths: NDArray[np.int32], owners: int) -> NDArray[np.int64]:
         chosen.append(owner)
         heapq.heapreplace(loads, (load + length, owner))
     return np.array(chosen, np.int64)
+
+
+def runs_of(blocks: Table) -> Table:
+    """Returns blocks as runs of adjacent elements: a RUN table, without positions."""
+    ends = blocks["start"] + blocks["length"]
+    joined = (np.diff(blocks["tensor"]) == 0) & (blocks["start"][1:] == ends[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~joined]))
+    runs = np.zeros(first.size, RUN)
+    runs["tensor"], runs["start"] = blocks["tensor"][first], blocks["start"][first]
+    runs["length"] = np.add.reduceat(blocks["length"].astype(np.int64), first)
+    return runs

@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -62,15 +62,26 @@ def compiled(loop: Any, capability: tuple[int, int]) -> str:
         dispatcher.get_current_device = usual
 
 
-def prepare(loop: str) -> None:
-    """Compiles a loop for the current device, which may take a second."""
-    if not SIMULATED:
-        KERNELS[loop].compile(_signature(KERNELS[loop]))
+def prepare(loop: str) -> Any:
+    """Compiles a loop for the current device, which may take a second. Returns numba's kernel."""
+    return None if SIMULATED else KERNELS[loop].compile(_signature(KERNELS[loop]))
 
 
-def stream_of(handle: int) -> Any:
-    """Returns a stream that was made elsewhere, for ``CudaKernels``."""
-    return cuda.external_stream(handle)
+def function_of(loop: str) -> int:
+    """Returns the driver's handle of a loop's kernel, compiled for the current device."""
+    return int(prepare(loop)._codelibrary.get_cufunc().kernel.handle)
+
+
+class Launch(NamedTuple):
+    """What a call of a loop launches."""
+
+    kernel: str
+    thread_blocks: int
+    parameters: tuple[Any, ...]  # np.float32, or int for a parameter of 64 bits
+    #: What parameters are addresses of and nobody else keeps.
+    keeps: list[Any]
+    #: The argument from which five parameters come, and the position of the first; None: no such argument.
+    noise: tuple[NDArray[np.void], int] | None = None
 
 
 _REMEMBERED = 1024  # number of tables of message addresses that are kept
@@ -115,17 +126,26 @@ class CudaKernels:
         """Compiles a loop for the current device; otherwise its first call does that."""
         prepare(loop)
 
+    def launch_of(self, loop: str, *arguments: Any) -> Launch | None:
+        """Returns what a call would launch; None for nothing."""
+        return getattr(self, f"_launch_of_{loop}")(*arguments)
+
     def reduce(
         self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
     ) -> None:
         """Reduces what ``is_reduced_on_devices`` accepts; ``out`` may be one of the sources. A NaN has the device's
         bits.
         """
+        self._queue(self._launch_of_reduce(dtype, op, sources, prescale, postscale, out))
+
+    def _launch_of_reduce(
+        self, dtype: DType, op: ReduceOp, sources: Sequence[Any], prescale: float, postscale: float, out: Any
+    ) -> Launch | None:
         if not is_reduced_on_devices(dtype, op, prescale, postscale):
             raise TypeError(f"{op.label} of {dtype.label} by {prescale} and {postscale} is not done on a device")
         numel, ranks = len(out) // dtype.itemsize, len(sources)
         if not numel:
-            return
+            return None
         what: tuple[Any, ...] = np.float32(prescale), np.float32(postscale)
         loop = "reduce"
         if dtype in (DType.FLOAT16, DType.BFLOAT16):
@@ -135,11 +155,14 @@ class CudaKernels:
         elif dtype != DType.FLOAT32:
             divisor = ranks if op == ReduceOp.AVERAGE else 1
             loop, what = "reduce_whole", (dtype.itemsize, int(dtype not in (DType.UINT8, DType.UINT16)), divisor)
-        at = address_of(self._addresses(sources))
-        self._configured(KERNELS[loop], -(-numel // TILE))(at, ranks, numel, *what, address_of(out))
+        addresses = self._addresses(sources)
+        parameters = address_of(addresses), ranks, numel, *what, address_of(out)
+        return Launch(loop, -(-numel // TILE), parameters, [addresses])
 
-    def _configured(self, loop: Any, thread_blocks: int) -> Any:
-        return loop[thread_blocks, THREADS, self._stream, SHARED_NBYTES]
+    def _queue(self, launch: Launch | None) -> None:
+        if launch is not None:
+            kernel = KERNELS[launch.kernel]
+            kernel[launch.thread_blocks, THREADS, self._stream, SHARED_NBYTES](*launch.parameters)
 
     def _addresses(self, arrays: Sequence[Any]) -> Any:
         """Returns a device array of addresses, kept from an earlier call with the same arrays if there was one, since
@@ -184,44 +207,64 @@ def _counted_by(noise: NDArray[np.void]) -> tuple[int, int, int, int, int]:
 
 
 #: How an argument becomes a kernel's parameters, by its kind: their annotations, and the function that returns their
-#: values for ``CudaKernels`` and the argument. Any other kind is passed as an address.
-_PASSED: dict[str, tuple[tuple[str, ...], Callable[[CudaKernels, Any], tuple[Any, ...]]]] = {
-    "Messages": (("int", "int"), lambda kernels, given: (address_of(kernels._addresses(given)), len(given))),
-    "Noise": (("int",) * 5, lambda _, given: _counted_by(given)),
-    "Scale": (("int",), lambda _, given: (int(given == "rms"),)),
-    "Float32": (("float",), lambda _, given: (np.float32(given),)),
-    "Int64": (("int",), lambda _, given: (int(given),)),
-    "Truth": (("int",), lambda _, given: (int(given),)),
-    "CodeBits": (("int",), lambda _, given: (int(given),)),
+#: values. Any other kind is passed as an address. Messages are passed as the address of a table of their addresses.
+_PASSED: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]] = {
+    "Messages": (("int", "int"), lambda given: (address_of(given), len(given))),
+    "Noise": (("int",) * 5, lambda given: _counted_by(given)),
+    "Scale": (("int",), lambda given: (int(given == "rms"),)),
+    "Float32": (("float",), lambda given: (np.float32(given),)),
+    "Int64": (("int",), lambda given: (int(given),)),
+    "Truth": (("int",), lambda given: (int(given),)),
+    "CodeBits": (("int",), lambda given: (int(given),)),
 }
-_AN_ADDRESS = ("int",), lambda _, given: (address_of(given),)
+_AN_ADDRESS = ("int",), lambda given: (address_of(given),)
 
 
-def _launching(loop: Declaration) -> Callable[..., bool | None]:
-    """Returns the method that launches a loop's kernel, one thread block for each row of its table.
+def _launching(loop: Declaration) -> Callable[..., Launch | None]:
+    """Returns the method that tells what a loop launches: its kernel, with one thread block for each row of its table.
 
     Raises TypeError if the kernel has other parameters than its declaration.
     """
     kernel = KERNELS[loop.name]
     ways = [_PASSED.get(argument.kind, _AN_ADDRESS) for argument in loop.arguments]
-    passed = [way for _, way in ways]
+    passed = [(argument.kind, way) for argument, (_, way) in zip(loop.arguments, ways, strict=True)]
     declared = [annotation for annotations, _ in ways for annotation in annotations] + ["int"] * loop.reports
     found = [parameter.annotation for parameter in inspect.signature(kernel.py_func).parameters.values()]
     if found != declared:
         raise TypeError(f"CUDA kernel {loop.name!r} takes {', '.join(found)}; declared are {', '.join(declared)}")
 
-    def launch(self: CudaKernels, *arguments: Any) -> bool | None:
+    def launch_of(self: CudaKernels, *arguments: Any) -> Launch | None:
         rows = len(arguments[0])
-        if rows:
-            given = [value for way, argument in zip(passed, arguments, strict=True) for value in way(self, argument)]
-            if loop.reports:
-                given.append(address_of(self._status))
-            self._configured(kernel, rows)(*given)
+        if not rows:
+            return None
+        parameters: list[Any] = []
+        keeps, noise = [], None
+        for (kind, way), argument in zip(passed, arguments, strict=True):
+            given = argument
+            if kind == "Messages":
+                given = self._addresses(argument)
+                keeps.append(given)
+            elif kind == "Noise":
+                noise = argument, len(parameters)
+            parameters += way(given)
+        if loop.reports:
+            parameters.append(address_of(self._status))
+        return Launch(loop.name, rows, tuple(parameters), keeps, noise)
+
+    return launch_of
+
+
+def _calling(loop: Declaration) -> Callable[..., bool | None]:
+    launch_of = getattr(CudaKernels, f"_launch_of_{loop.name}")
+
+    def call(self: CudaKernels, *arguments: Any) -> bool | None:
+        self._queue(launch_of(self, *arguments))
         return self._all_finite() if loop.reports else None
 
-    return launch
+    return call
 
 
 for _loop in LOOPS.values():
     if _loop.name not in NOT_ON_DEVICES and not hasattr(CudaKernels, _loop.name):
-        setattr(CudaKernels, _loop.name, _launching(_loop))
+        setattr(CudaKernels, f"_launch_of_{_loop.name}", _launching(_loop))
+        setattr(CudaKernels, _loop.name, _calling(_loop))

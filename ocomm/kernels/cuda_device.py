@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 
+from ocomm._native import lib
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import Bytes
-from ocomm.kernels.cuda import CudaKernels, prepare, require_compiler, stream_of
-from ocomm.kernels.device import DeviceArray
+from ocomm.kernels.base import Bytes, Table
+from ocomm.kernels.cuda import CudaKernels, Launch, function_of, require_compiler
+from ocomm.kernels.cuda_work import CudaMirror, CudaWork, launch, native_device
+from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue, Step
 
 #: Packages of the compiler, for CUDA 12 or 13.
 _COMPILER = (
@@ -34,6 +36,7 @@ _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 def _check(answer: tuple[Any, ...]) -> Any:
     """Returns the value of a driver call. Raises HorovodInternalError with the driver's words."""
     code, *values = answer
+    code = driver.CUresult(code)
     if code != driver.CUresult.CUDA_SUCCESS:
         _, words = driver.cuGetErrorString(code)
         said = words.decode() if isinstance(words, bytes) else str(words)
@@ -140,9 +143,10 @@ class CudaDevice:
         self._context = _check(driver.cuDevicePrimaryCtxRetain(device))
         self.idle_events: list[Any] = []
         self.make_room: Callable[[], None] | None = None
-        self._stream = self.new_stream()
-        with self.current():
-            self._numba_stream = stream_of(int(self._stream))
+        self._stream, self._second = self.new_stream(), self.new_stream()
+        self.native = native_device(int(self._context), int(self._stream), int(self._second))
+        #: Handles of the kernels, by name.
+        self._functions: dict[str, int] = {}
 
     def new_stream(self) -> Any:
         with self.current():
@@ -193,17 +197,58 @@ class CudaDevice:
     def recorded(self, stream: Any) -> CudaEvent:
         """Returns an event at the current end of a stream."""
         with self.current():
-            event = self._new_event()
+            event = self.new_event()
             _check(driver.cuEventRecord(event, stream))
         return CudaEvent(self, event)
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
 
-    def _new_event(self) -> Any:
+    def new_event(self) -> Any:
+        """Returns a driver's event that nothing waits for."""
         with contextlib.suppress(IndexError):
             return self.idle_events.pop()
-        return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        with self.current():
+            return _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    @staticmethod
+    def check(code: int) -> None:
+        """Raises HorovodInternalError with the driver's words if a call has failed."""
+        _check((code,))
+
+    def function(self, kernel: str) -> int:
+        """Returns the handle of a kernel, which is compiled if that has not been done."""
+        if kernel not in self._functions:
+            with self.current():
+                self._functions[kernel] = function_of(kernel)
+        return self._functions[kernel]
+
+    def launch_of(self, status: DeviceArray, loop: str, arguments: Sequence[Any]) -> Launch | None:
+        """Returns what a loop launches that reports to ``status``."""
+        return CudaKernels(status=status).launch_of(loop, *arguments)
+
+    def mirror(self, memory: DeviceMemory, table: Table) -> CudaMirror:
+        return CudaMirror(self, memory, table)
+
+    def work(
+        self,
+        queue: Queue | None,
+        steps: Sequence[Step],
+        status: Bytes,
+        flags: Sequence[np.ndarray],
+        beside: bool,
+        awaited: bool,
+    ) -> CudaWork:
+        return CudaWork(self, queue, steps, status, flags, beside, awaited)
+
+    def calls(self) -> dict[str, int]:
+        """Returns how often C has copied, and asked whether an event is over."""
+        counted = lib.ocomm_device_counts(self.native)
+        return {"copies": counted.copies, "asks": counted.asks}
+
+    def second_follows(self) -> None:
+        """Makes what is queued on the second stream from now on run after what is queued on the first so far."""
+        self._order(self._stream, self._second)
 
     def require_kernels(self) -> None:
         """Raises ImportError, with the versions installed, if kernels cannot be compiled and loaded. May take seconds
@@ -212,7 +257,7 @@ class CudaDevice:
         require_compiler()
         try:
             with self.current():
-                prepare("scatter")  # a short kernel
+                self.function("scatter")  # a short kernel
         except Exception as error:  # NVVM, nvJitLink, numba-cuda, cuda.core and the driver have classes of their own
             major, minor = divmod(_check(driver.cuDriverGetVersion()) // 10, 100)
             said = " ".join(str(error).replace("\0", " ").split())
@@ -224,7 +269,7 @@ class CudaDevice:
 
     def loops(self, status: DeviceArray) -> _Loops:
         self.require_kernels()  # fails now, with a clear message, instead of in the first step
-        return _Loops(self, CudaKernels(self._numba_stream, status))
+        return _Loops(self, CudaKernels(status=status))
 
     def enter(self) -> None:
         _check(driver.cuCtxSetCurrent(self._context))
@@ -239,7 +284,7 @@ class CudaDevice:
     def _order(self, first: Any, second: Any) -> None:
         """Makes what is queued on ``second`` from now on run after what is queued on ``first`` now."""
         with self.current():
-            event = self._new_event()
+            event = self.new_event()
             _check(driver.cuEventRecord(event, first))
             _check(driver.cuStreamWaitEvent(second, event, 0))
             # This waits for what the event has recorded so far, whatever it records later.
@@ -258,17 +303,19 @@ def _framework(stream: int) -> Any:
 
 
 class _Loops:
-    """The loops, launched in the device's context."""
+    """The loops, launched in the device's context on its first stream."""
 
     def __init__(self, device: CudaDevice, kernels: CudaKernels) -> None:
         self._device = device
         self._kernels = kernels
 
-    def __getattr__(self, loop: str) -> Any:
-        launch = getattr(self._kernels, loop)
+    def prepare(self, loop: str) -> None:
+        self._device.function(loop)
 
+    def __getattr__(self, loop: str) -> Any:
         def queue(*arguments: Any) -> None:
-            with self._device.current():
-                launch(*arguments)
+            launched = self._kernels.launch_of(loop, *arguments)
+            if launched is not None:
+                launch(self._device, launched)
 
         return queue

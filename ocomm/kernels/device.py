@@ -10,29 +10,28 @@ until the device has read them, which ``DeviceMemory`` ensures.
 from __future__ import annotations
 
 import bisect
+import enum
 import functools
 import math
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
+from ocomm.kernels.cpu import CpuKernels
 from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
-from ocomm.kernels.reference import CHECKSUM_SPREAD, ReferenceKernels
+from ocomm.kernels.reference import CHECKSUM_SPREAD
 from ocomm.types import DType, ReduceOp
 
 #: Number of tables that are kept on the device without being in use, such as those of buckets that are cut again.
 _REMEMBERED = 4096
-#: Number of copies of a table that may be under way at once. A step has one for each part that is posted, and all
-#: are under way while the device is still busy with Torch's work.
-_SLOTS = 16
 #: Bytes of page-locked memory through which the host reads arrays, a part at a time.
 _WINDOW_NBYTES = 1 << 22
 #: Number of pieces of page-locked memory that are kept for writing arrays, and their largest size.
@@ -66,6 +65,51 @@ class Stream(Protocol):
 
     def record(self) -> Event:
         """Returns an event at the current end of the stream."""
+        ...
+
+
+class Verb(enum.IntEnum):
+    """What a ``Step`` does."""
+
+    UPLOAD = 0  # staging memory, and its copy on the device, which is written
+    DOWNLOAD = 1  # staging memory, which is written, and its copy on the device
+    CLEAR = 2  # an array of the device
+    LOOP = 3  # the name of a loop, and its arguments as on the host
+    CALL = 4  # a function, which queues something, and its arguments
+
+
+class Step(NamedTuple):
+    """A part of what is queued together."""
+
+    verb: Verb
+    arguments: tuple[Any, ...]
+
+
+class Mirror(Protocol):
+    """A table of the host that changes, and its ``copy`` on the device."""
+
+    copy: DeviceArray
+
+    def current(self, memory: DeviceMemory) -> DeviceArray:
+        """Queues a copy if the table has changed, and returns it. What is copied may change at once."""
+        ...
+
+
+class Work(Protocol):
+    """What is queued together, in a form that the native engine queues without Python."""
+
+    @property
+    def task(self) -> tuple[int, int]:
+        """Addresses of an ``ocomm_task`` and of its argument."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What it failed of; None if it did not."""
+        ...
+
+    def queue(self, memory: DeviceMemory) -> None:
+        """Queues it from this thread, of what is not awaited. Raises HorovodInternalError."""
         ...
 
 
@@ -104,6 +148,31 @@ class Device(Protocol):
 
     def stream(self) -> Stream:
         """Returns a new stream. Nothing on it waits for other streams, nor do they wait for it."""
+        ...
+
+    def mirror(self, memory: DeviceMemory, table: Table) -> Mirror:
+        """Returns the mirror of a table that changes."""
+        ...
+
+    def work(
+        self,
+        queue: Queue | None,
+        steps: Sequence[Step],
+        status: Bytes,
+        flags: Sequence[np.ndarray],
+        beside: bool,
+        awaited: bool,
+    ) -> Work | None:
+        """Returns steps in the form for the native engine; None if there is none, and Python must queue them.
+
+        Args:
+            queue: Has the loops of the steps.
+            steps: What is queued, in order; no ``CALL``.
+            status: 4 bytes of page-locked memory that the last step has filled; nonzero if something was not finite.
+            flags: Get ``Flag.NON_FINITE`` then.
+            beside: They run on a second stream, on which nothing waits for what is queued on the first.
+            awaited: The engine waits until they are over. Else what is queued on the first stream later does.
+        """
         ...
 
     def loops(self, status: DeviceArray) -> Any:
@@ -242,7 +311,7 @@ class DeviceMemory:
         self._staged: dict[int, tuple[int, DeviceArray]] = {}  # address -> (number of bytes, their copy)
         self._starts: list[int] | None = None
         self._tables: OrderedDict[tuple[int, int], tuple[Table, DeviceArray]] = OrderedDict()
-        self._mirrors: OrderedDict[tuple[int, int], _Mirror] = OrderedDict()
+        self._mirrors: OrderedDict[tuple[int, int], Mirror] = OrderedDict()
         self._underway: list[tuple[Event, Bytes]] = []  # memory that is being copied and that nobody else keeps alive
         self._spares: list[Bytes] = []  # such memory that can be reused
         self._window: Bytes = np.zeros(0, np.uint8)
@@ -330,17 +399,17 @@ class DeviceMemory:
                 assert value.nbytes == array.nbytes, "arrays of different sizes"
                 self.device.copy(array.address, value.address, array.nbytes)
             elif isinstance(value, np.ndarray):
-                memory = self._spare(array.nbytes)
+                memory = self.spare(array.nbytes)
                 source = memory[: array.nbytes]
                 source[:] = np.ascontiguousarray(value, array.dtype).reshape(-1).view(np.uint8)
                 self.device.upload(array.address, source)
-                self._underway.append((self.device.record(), memory))
+                self.give_back(memory, self.device.record())
             else:
                 assert value == 0, "an array can be filled with zeros only"
                 self.device.clear(array.address, array.nbytes)
 
-    def _spare(self, nbytes: int) -> Bytes:
-        """Returns page-locked memory of at least ``nbytes`` bytes that is not in use."""
+    def spare(self, nbytes: int) -> Bytes:
+        """Returns page-locked memory of at least ``nbytes`` bytes that is not in use, for ``give_back``."""
         underway, self._underway = self._underway, []
         for event, memory in underway:
             if not event.is_over():
@@ -349,6 +418,11 @@ class DeviceMemory:
                 self._spares.append(memory)
         fitting = [k for k, memory in enumerate(self._spares) if nbytes <= memory.size <= 4 * nbytes]
         return self._spares.pop(fitting[0]) if fitting else self.device.pinned(nbytes)
+
+    def give_back(self, spare: Bytes, event: Event) -> None:
+        """Takes memory back that is not in use any more when ``event`` is over."""
+        with self.lock:
+            self._underway.append((event, spare))
 
     # Staging memory
 
@@ -397,42 +471,18 @@ class DeviceMemory:
 
     def rows(self, table: Table) -> DeviceArray:
         """Returns the device's copy of a TENSOR table as it is now."""
+        return self.mirror(table).current(self)
+
+    def mirror(self, table: Table) -> Mirror:
+        """Returns the mirror of a TENSOR table."""
         key = table.__array_interface__["data"][0], table.nbytes
         mirror = self._mirrors.get(key)
         if mirror is None:
             while len(self._mirrors) >= _REMEMBERED:
                 self._mirrors.popitem(last=False)
-            mirror = self._mirrors[key] = _Mirror(self, table)
+            mirror = self._mirrors[key] = self.device.mirror(self, table)
         self._mirrors.move_to_end(key)
-        return mirror.current(self)
-
-
-class _Mirror:
-    """A table that changes, and its copy. Each change travels through memory that is left unchanged until it has
-    arrived.
-    """
-
-    def __init__(self, memory: DeviceMemory, table: Table) -> None:
-        self._table = table
-        self._copy = memory.empty(table.size, table.dtype)
-        self._sent: Bytes | None = None
-        self._slots = np.split(memory.device.pinned(_SLOTS * max(table.nbytes, 1)), _SLOTS)
-        self._events: list[Event | None] = [None] * _SLOTS
-        self._next = 0
-
-    def current(self, memory: DeviceMemory) -> DeviceArray:
-        now = self._table.view(np.uint8).reshape(-1).copy()
-        if now.size and (self._sent is None or not np.array_equal(now, self._sent)):
-            event = self._events[self._next]
-            if event is not None and not event.is_over():
-                memory.wait(event)
-            slot = self._slots[self._next][: now.size]
-            slot[:] = now
-            memory.device.upload(self._copy.address, slot)
-            self._events[self._next] = memory.device.record()
-            self._next = (self._next + 1) % _SLOTS
-            self._sent = now
-        return self._copy
+        return mirror
 
 
 class Queue:
@@ -458,6 +508,17 @@ class Queue:
         with self._memory.lock:
             getattr(self._loops, loop)(*(self._there(KINDS[declared.kind], argument) for declared, argument in given))
 
+    def arguments(self, loop: str, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns what the device gets for the arguments of later calls, and the mirrors that must be current then."""
+        found, mirrors = [], []
+        with self._memory.lock:
+            for declared, argument in zip(LOOPS[loop].arguments, arguments, strict=True):
+                kind = KINDS[declared.kind]
+                if kind.device == "rows":
+                    mirrors.append(self._memory.mirror(argument))
+                found.append(mirrors[-1].copy if kind.device == "rows" else self._there(kind, argument))
+        return found, mirrors
+
     def _there(self, kind: ArgumentKind, argument: Any) -> Any:
         """Returns what the device gets for an argument."""
         if kind.device == "table":
@@ -482,9 +543,11 @@ class DeviceKernels:
         self.name = device.name
         self.memory = DeviceMemory(device, timeout_s)
         self._queue = Queue(self.memory)
+        self._of_host = CpuKernels()
         self._status = self.memory.device.pinned(4).view(np.int32)
         self._asking = threading.Lock()  # held while `_status` or one of the following is in use
-        self._tables: dict[tuple[str, int], tuple[DeviceArray, DeviceArray]] = {}
+        #: By loop and number of addresses: the addresses and sizes of the last sums, and what was made of them.
+        self._sums: dict[tuple[str, int], tuple[bytes, NDArray[np.int64], Any, Any]] = {}
 
     def __getattr__(self, loop: str) -> Any:
         if loop not in LOOPS:
@@ -501,8 +564,24 @@ class DeviceKernels:
             memory.wait()
             return not self._status[0]
 
-    # Gathered messages are in the host's memory.
-    finite_scales = ReferenceKernels.finite_scales
+    def batch(self, loop: str, calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
+        """Returns a function that queues a loop, which has no result, with each of these arguments, and keeps them."""
+        memory = self.memory
+        steps = [Step(Verb.LOOP, (loop, *arguments)) for arguments in calls]
+        work = memory.device.work(self._queue, steps, np.zeros(4, np.uint8), [], False, False)
+
+        def queue() -> None:
+            if work is not None:
+                work.queue(memory)
+                return
+            for arguments in calls:
+                self._queue.call(loop, *arguments)
+
+        return queue
+
+    def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
+        """Does what the host does: gathered messages are in its memory."""
+        return bool(self._of_host.finite_scales(blocks, packed))
 
     def checksum(self, data: Any, part: int = WHOLE) -> int:
         """Returns the checksum of a device array."""
@@ -513,34 +592,89 @@ class DeviceKernels:
     ) -> NDArray[np.uint64]:
         """Returns the same numbers as on the host, for memory of the device. Waits. Whole buffers only."""
         assert part == WHOLE, "parts are not read on a device"
-        lengths = nbytes.astype(np.uint64)
-        sums = lengths * CHECKSUM_SPREAD
-        pieces, of = _cut(addresses, nbytes // 8, nbytes % 8)
-        np.add.at(sums, of, self._sums("sum_words", pieces, np.uint64))
-        sums[addresses == 0] = 0
-        return sums
+        return self.begin_checksums(addresses, nbytes).result()
+
+    def begin_checksums(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64]) -> Later:
+        """Queues ``checksums``. The result is of the bytes that what is queued so far leaves there."""
+
+        def complete(of: NDArray[np.int64], found: NDArray[np.uint64]) -> NDArray[np.uint64]:
+            sums = nbytes.astype(np.uint64) * CHECKSUM_SPREAD
+            np.add.at(sums, of, found)
+            sums[addresses == 0] = 0
+            return sums
+
+        return self._begin_sums("sum_words", addresses, nbytes // 8, nbytes % 8, np.uint64, complete)
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns sums of squares, added in another order than on the host. Waits."""
-        sums = np.zeros(addresses.size)
-        pieces, of = _cut(addresses, numels, np.zeros_like(numels))
-        np.add.at(sums, of, self._sums("sum_squares", pieces, np.float64))
-        return sums
 
-    def _sums(self, loop: str, pieces: Table, dtype: Any) -> Any:
-        if not pieces.size:
-            return np.zeros(0, dtype)
-        memory, key = self.memory, (loop, pieces.size)
-        with self._asking:
-            if key not in self._tables:
-                if len(self._tables) == _SUMS:
-                    self._tables.clear()
-                self._tables[key] = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
-            table, sums = self._tables[key]
-            with memory.lock:
+        def complete(of: NDArray[np.int64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+            sums = np.zeros(addresses.size)
+            np.add.at(sums, of, found)
+            return sums
+
+        no_tails = np.zeros_like(numels)
+        return self._begin_sums("sum_squares", addresses, numels, no_tails, np.float64, complete).result()
+
+    def _begin_sums(
+        self,
+        loop: str,
+        addresses: NDArray[np.uint64],
+        counts: NDArray[np.int64],
+        tails: NDArray[np.int64],
+        dtype: Any,
+        complete: Callable[[Any, Any], Any],
+    ) -> Later:
+        """Queues sums over memory. ``complete`` makes the result of the number of the address, and the sum, of each
+        piece.
+        """
+        memory, key = self.memory, (loop, addresses.size)
+        given = addresses.tobytes() + counts.tobytes() + tails.tobytes()
+        with self._asking, memory.lock:
+            known, of, table, sums = self._sums.get(key, (b"", np.zeros(0, np.int64), None, None))
+            if known != given:
+                pieces, of = _cut(addresses, counts, tails)
+                if table is None or table.size != pieces.size:
+                    if len(self._sums) == _SUMS:
+                        self._sums.clear()
+                    table, sums = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
                 memory.assign(table.view(np.uint8), pieces.view(np.uint8))
-                self._queue.call(loop, table, sums)
-            return memory.host(sums)
+                self._sums[key] = given, of, table, sums
+            self._queue.call(loop, table, sums)
+            spare = memory.spare(max(sums.nbytes, 1))
+            found = spare[: sums.nbytes]
+            if found.size:
+                memory.device.download(found, sums.address)
+            event = memory.device.record()
+        return Later(memory, spare, event, lambda: complete(of, found.view(dtype)))
+
+
+class Later:
+    """A result that is on its way from the device, to page-locked memory that is lent for it."""
+
+    def __init__(self, memory: DeviceMemory, spare: Bytes, event: Event, complete: Callable[[], Any]) -> None:
+        self._memory = memory
+        self._spare = spare
+        self._event: Event | None = event
+        self._complete = complete
+        self._result: Any = None
+
+    def result(self) -> Any:
+        """Returns the result. Waits if it is not there yet. Raises HorovodInternalError after the memory's
+        ``timeout_s``.
+        """
+        if self._event is not None:
+            if not self._event.is_over():
+                self._memory.wait(self._event)
+            self._result = self._complete()
+            self.drop()
+        return self._result
+
+    def drop(self) -> None:
+        """Gives the memory back, which may still be written to. There will be no result if there was none."""
+        if self._event is not None:
+            self._memory.give_back(self._spare, self._event)
+        self._event = None
 
 
 def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64]) -> tuple[Table, Any]:

@@ -616,6 +616,10 @@ class Declaration(NamedTuple):
         """(type, name) of all parameters in C, after the pool."""
         return [parameter for argument in self.arguments for parameter in argument.c]
 
+    def has(self, kind: str) -> bool:
+        """Returns True if an argument is of this kind."""
+        return any(argument.kind == kind for argument in self.arguments)
+
     @property
     def slots(self) -> int:
         """The number of numbers in its operation: its parameters, and the address of the flags."""

@@ -135,8 +135,8 @@ class Birder(SoftSignSGD):
         self.errors.swap()
 
     def _move(self, averages: Floats) -> None:
-        for number, segment in enumerate(self.segments):
-            self.kernels.apply_signs(segment.layout.blocks, self.tensors, self.result(number))
+        results = [(s.layout.blocks, self.tensors, self.result(k)) for k, s in enumerate(self.segments)]
+        self.for_each("apply_signs", results)
 
     def _exchanged_memory(self) -> dict[str, int]:
         return {"packed_result": self.results_nbytes()}

@@ -18,7 +18,7 @@ one-element arrays.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ocomm.collectives.plan import Computation, loop
 from ocomm.compression.codecs import SCALED_SIGNS
 from ocomm.compression.layout import Layout, SegmentLayout
 from ocomm.kernels.base import PAGE_NUMEL, TENSOR, Bytes, Floats, Kernels, Memory, Table, sparse_zeros
-from ocomm.kernels.device import DeviceArray
+from ocomm.kernels.device import DeviceArray, DeviceKernels
 from ocomm.optim.dense_codes import DenseCodes, DenseOptions
 from ocomm.optim.feedback import Errors
 from ocomm.optim.options import Options
@@ -38,6 +38,8 @@ from ocomm.optim.sharded import MOMENTS, ShardedAdam
 
 Flags = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
+#: Number of sets of arguments that are kept for ``for_each``. Buffers alternate, so two are used in turn.
+_KEPT_BATCHES = 4
 #: The name of the errors of dense exchanges in a rank state.
 DENSE_ERROR = "dense_error"
 
@@ -146,6 +148,8 @@ class Core(abc.ABC):
         # Pages of zeros take no memory until they are written, so tensors that are not compressed yet take none.
         self._allocated = False
         self.errors = Errors(layout, rank, self.param_memory)
+        #: What a device is given at once, by the identity of the arguments, which it keeps alive.
+        self._batches: dict[tuple[Hashable, ...], Callable[[], None]] = {}
         #: How gradients travel in dense exchanges of fewer than 32 bits; None: in float32.
         self.dense_codes: DenseCodes | None = None
         if isinstance(options, DenseOptions) and options.dense_bits < 32:
@@ -252,11 +256,11 @@ class Core(abc.ABC):
         """Returns one bit per flat element, 1 = masked, or None if nothing of the segment is masked."""
         return None
 
-    def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
-        """Returns True if the averages of a segment can be used. The same on all ranks. ``averages`` has their
+    def is_dense_finite(self, blocks: Table, averages: Table) -> bool:
+        """Returns True if the averages of ``blocks`` can be used. The same on all ranks. ``averages`` has their
         addresses.
         """
-        return self.kernels.finite(segment.blocks, averages)
+        return self.kernels.finite(blocks, averages)
 
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         """Returns True if this rank's gradients of tensors that do not travel in this step are finite."""
@@ -341,6 +345,7 @@ class Core(abc.ABC):
         May be called between any two steps, with the same arguments on all ranks, and changes no bit of the result.
         Raises ValueError if a tensor comes twice.
         """
+        self._batches.clear()
         wanted = [(tuple(bucket), segment_nbytes) for bucket in buckets]
         everything = [tensor for bucket, _ in wanted for tensor in bucket]
         if len(set(everything)) != len(everything):
@@ -410,6 +415,22 @@ class Core(abc.ABC):
     def owned_span(self, tensor: int) -> slice:
         """Returns where this rank's blocks of a tensor lie in ``server_error``, where they are adjacent."""
         return self.layout.owned_span(tensor, self.rank)
+
+    def for_each(self, loop: str, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Calls a loop, which has no result, with each of these arguments. A device is given all of them at once, which
+        is prepared when the arguments are new to it.
+        """
+        if not isinstance(self.kernels, DeviceKernels):
+            for arguments in calls:
+                getattr(self.kernels, loop)(*arguments)
+            return
+        key = (loop, *[id(argument) for arguments in calls for argument in arguments])
+        batch = self._batches.get(key)
+        if batch is None:
+            if len(self._batches) >= _KEPT_BATCHES:
+                self._batches.clear()
+            batch = self._batches[key] = self.kernels.batch(loop, calls)
+        batch()
 
     # State
 

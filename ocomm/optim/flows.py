@@ -194,6 +194,8 @@ class DenseFlow(Flow):
         super().__init__(core, wire, groups, parts, core.built_in_dense)
         self._averages = averages
         self._plan_memory: list[Bytes] = []
+        #: The blocks of all segments, which are looked at together.
+        self._blocks = np.concatenate([segment.blocks for segment in self.segments]) if self.segments else None
 
     def _plan(self) -> Plan:
         core = self.core
@@ -214,7 +216,7 @@ class DenseFlow(Flow):
         self._plan_memory.clear()
 
     def is_finite(self) -> bool:
-        return all(self.core.is_dense_finite(segment, self._averages) for segment in self.segments)
+        return self._blocks is None or self.core.is_dense_finite(self._blocks, self._averages)
 
     def memory(self) -> dict[str, int]:
         return {"dense_staging": sum(memory.nbytes for memory in self._plan_memory)}

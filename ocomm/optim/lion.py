@@ -133,8 +133,8 @@ class Lion(OneStageCore):
         self.steps += present
         self.committed += 1
         self._count()
-        for number, segment in enumerate(self.segments):
-            self.kernels.apply_signs(segment.layout.blocks, self.tensors, self.result(number))
+        results = [(s.layout.blocks, self.tensors, self.result(k)) for k, s in enumerate(self.segments)]
+        self.for_each("apply_signs", results)
 
     def _count(self) -> None:
         self._owner_noise["step"] = self.committed & 0xFFFFFFFF

@@ -250,13 +250,12 @@ class OneBitAdam(Core):
         A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first. If
         the momentum was dense before, it still is.
         """
-        masks = self.preconditioner.masked.any()
+        masks, calls = self.preconditioner.masked.any(), []
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment) and segment.previous is not None
             mask = self.segment_mask(segment.layout) if masks else None
-            self.kernels.apply(
-                segment.layout.blocks, self.tensors, segment.previous, self.preconditioner.denominator, mask
-            )
+            calls.append((segment.layout.blocks, self.tensors, segment.previous, self.preconditioner.denominator, mask))
+        self.for_each("apply", calls)
 
     def _keep_momentum(self, tensor: int) -> None:
         """Copies the momentum of a tensor that has no gradient on any rank over what the exchange has gathered."""

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.collectives.plan import Loop, loop
-from ocomm.compression.layout import Layout, SegmentLayout, all_blocks
+from ocomm.compression.layout import Layout, SegmentLayout, all_blocks, runs_of
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
 from ocomm.optim.core import Bools, Core, Exchange, Flags, Group, address, flat_floats
@@ -279,13 +279,13 @@ class ZeroOneAdam(Core):
         masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
         return (*super().built_in(segments), *masks, self._update)
 
-    def is_dense_finite(self, segment: SegmentLayout, averages: Table) -> bool:
+    def is_dense_finite(self, blocks: Table, averages: Table) -> bool:
         """Returns True if the squares of the averages, which v needs, are finite."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return all(np.isfinite(part * part).all() for part in self._parts(segment, averages))
+            return all(np.isfinite(part * part).all() for part in self._parts(blocks, averages))
 
-    def _parts(self, segment: SegmentLayout, averages: Table) -> Iterator[Floats]:
-        for run in segment.runs():
+    def _parts(self, blocks: Table, averages: Table) -> Iterator[Floats]:
+        for run in runs_of(blocks):
             first = int(averages["grad"][run["tensor"]]) + 4 * int(run["start"])
             yield self.param_memory.host(self.param_memory.at(first, int(run["length"])))
 
@@ -408,17 +408,11 @@ class ZeroOneAdam(Core):
             self.errors.keep(tensor)
         self.errors.swap()
         self.tensors["skip"] = ~met
+        calls = []
         for number, segment in enumerate(self.segments):
-            self.kernels.apply_update(
-                segment.layout.blocks,
-                self.tensors,
-                self.result(number),
-                self.preconditioner.denominator,
-                self.segment_mask(segment.layout),
-                self.momentum,
-                self._update,
-                self._synced,
-            )
+            sent = segment.layout.blocks, self.tensors, self.result(number), self.preconditioner.denominator
+            calls.append((*sent, self.segment_mask(segment.layout), self.momentum, self._update, self._synced))
+        self.for_each("apply_update", calls)
         self._interval_lr[met], self._interval_decay[met] = 0.0, 1.0
         self._is_average |= met
 

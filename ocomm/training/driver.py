@@ -147,6 +147,7 @@ class Driver:
         self._compress_hyper: Hashable = None
         #: True if the hyperparameters that the core got last make it compress gradients together with parameters.
         self.is_decay_coupled = False
+        self._before_take: Callable[[], object] | None = None
         #: What ``load_state`` and ``load_rank_state`` have loaded, for the report.
         self.resumed: dict[str, Any] | None = None
         #: True if no step has begun since this driver was made or a state was loaded.
@@ -361,10 +362,11 @@ class Driver:
             early = not self.clipping.needs_round and not self._at_start
             self.stepper.begin(_hyper_digest(hyper), groups[0].lr, early)
 
-    def step(self, changed: Callable[[], bool]) -> StepOutcome:
+    def step(self, changed: Callable[[], bool], before_take: Callable[[], object] | None = None) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed
-        a gradient since it was posted.
+        a gradient since it was posted. ``before_take()`` is called before parameters change.
         """
+        self._before_take = before_take
         self.begin()
         if changed() or (not self.stepper.objections & _CHANGED and self.stepper.buckets.changed_tensors()):
             self.stepper.object(Flag.CHANGED | Flag.EDITED)
@@ -519,6 +521,8 @@ class Driver:
         self._loaded_replica = None
         order = list(self.stepper.buckets.arrivals)
         try:
+            if self._before_take is not None:
+                self._before_take()
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)

@@ -244,8 +244,8 @@ def test_a_dense_average_on_a_device_is_that_of_the_host() -> None:
     for row in rows:
         row.view(np.float32)[:] = rng.normal(size=1001)
     reduce = loop(Kernels.reduce, None, DType.FLOAT32, ReduceOp.AVERAGE, rows, 1.0, 1 / 3, out)
-    (stages,) = staged(Plan("dense", [[Stage([reduce])]]), home).segments
-    (offload,) = stages[0].compute
+    (stages,) = staged(Plan("dense", [[Stage([reduce])]]), home, [out]).segments
+    offload = stages[0].compute[0]
     assert isinstance(offload, Offload)
     offload.task.start()
     while not offload.task.is_over():

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # see tests
 EXACT = ("Birder", "SoftSignSGD", "Lion")
 NEAR = ("1-bit Adam, compressed", "0/1 Adam, local steps")
 SHAPES = ((70, 130), (4097,), (33,), (1,)) if GPU else ((5, 7), (33,))
-STEPS = 20 if GPU else 3
+STEPS = 21 if GPU else 3  # 0/1 Adam's ranks are alike where an interval ends, as after an odd number here
 RANKS = MPI_SIZE or 1
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import RUN, TENSOR
+from ocomm.kernels.base import BLOCK, NOISE, RUN, TENSOR
 from ocomm.kernels.device import DeviceKernels, DeviceMemory
 from ocomm.types import DType, ReduceOp
 from tests.worlds import MPI_SIZE
@@ -221,3 +221,103 @@ def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_
     assert said.splitlines() == [
         f"{blocks} x 256 threads, 4096 bytes, device {number}" for number in (0, 1) for blocks in (3, 1)
     ]
+
+
+def native_tasks() -> None:
+    from ocomm._native import lib
+
+    from ocomm.collectives.engine import State
+    from ocomm.collectives.native_engine import NativeEngine
+    from ocomm.collectives.plan import Offload, Plan, Stage
+    from ocomm.collectives.staged import DeviceTask
+
+    there = devices()
+    device, driver = there.made[1], there.driver
+    try:
+        device.require_kernels()
+    except ImportError as error:
+        print(error)
+        return
+    memory: Any = DeviceMemory(device)
+    staging, flags = memory.staging(4096), np.zeros(1, np.uint32)
+    staging[:] = 7
+    runs, tensors, values = np.zeros(3, RUN), np.zeros(2, TENSOR), memory.zeros(64)
+    blocks, noise = np.zeros(2, BLOCK), np.zeros(1, NOISE)
+    blocks["length"], blocks["bits"] = 8, 4
+    first, beside, last = DeviceTask(memory), DeviceTask(memory, beside=True), DeviceTask(memory, awaited=False)
+    first.upload([staging[64:128]])
+    first.loop(None, "gather", runs, tensors, staging)
+    beside.loop(flags, "compress", blocks, values, values, values, None, "l1", staging)
+    beside.loop(None, "average_quantized", blocks, [staging], 0, np.ones(1, np.float32), values, values, noise, staging)
+    beside.download(staging)
+    last.upload([staging])
+    tasks = [Offload("task", task) for task in (first, beside, last)]
+    for task in (first, beside, last):
+        task.start = task.is_over = lambda: pytest.fail("Python is called")  # type: ignore[assignment, method-assign]
+    engine = NativeEngine()
+    channel = engine.open_channel(SimpleNamespace(size=1), 2)  # type: ignore[arg-type]
+    prepared = channel.prepare(Plan("three tasks", [[Stage([*tasks])], [Stage()]]))
+    counts = lib.ocomm_device_counts(device.native)
+    for step in range(20):
+        tensors["step_size"] = step // 2
+        ticket = channel.submit(prepared, 0.0, True)
+        driver.fake_capture(step == 3)  # what is queued and asked is no matter of another thread's graph
+        while ticket.state < State.DONE:
+            engine.run(0.01)
+        assert ticket.state == State.DONE and flags[0] == 0, (step, ticket.state, ticket.plan.failures(), flags)
+    driver.fake_capture(0)
+    after = lib.ocomm_device_counts(device.native)
+    # A table is copied when it has changed, and the flag goes back beside the message.
+    assert [after.launches - counts.launches, after.copies - counts.copies] == [60, 20 * 4 + 10]
+    assert driver.fake_depth() == 0
+    driver.fake_break(700)
+    ticket = channel.submit(prepared, 0.0, True)
+    while ticket.state < State.DONE:
+        engine.run(0.01)
+    assert ticket.state == State.TASK_ERROR
+    (failure,) = ticket.plan.failures()
+    assert isinstance(failure, HorovodInternalError) and "illegal memory access" in str(failure)
+    print("done")
+
+
+def test_the_native_engine_queues_tasks_without_python(environ: dict[str, str]) -> None:
+    said = said_by(native_tasks, environ)
+    if said.startswith("no NVVM"):
+        pytest.skip(reason=said.strip())
+    lines = said.splitlines()
+    assert lines.pop() == "done"
+    one_step = [f"{blocks} x 256 threads, 4096 bytes, device 1" for blocks in (3, 2, 2)]
+    assert lines == 20 * one_step
+
+
+def batches() -> None:
+    there = devices()
+    try:
+        kernels: Any = DeviceKernels(there.made[0])
+    except ImportError as error:
+        print(error)
+        return
+    memory, tensors = kernels.memory, np.zeros(2, TENSOR)
+    blocks = [np.zeros(rows, BLOCK) for rows in (1, 0, 3)]
+    staging = memory.staging(64)
+    queue = kernels.batch("apply_signs", [(rows, tensors, staging) for rows in blocks])
+    for number in range(20):  # more than there are slots for a table that changes
+        tensors["step_size"] = number
+        queue()
+    assert memory.waits == 4 and there.driver.fake_depth() == 0
+    addresses, nbytes = np.array([staging.ctypes.data, 0], np.uint64), np.array([64, 8])
+    first, second = (kernels.begin_checksums(addresses, nbytes) for _ in range(2))
+    first.drop()
+    assert second.result().size == 2 and second.result() is second.result()
+    assert kernels.squares(np.zeros(2, np.uint64), nbytes).tolist() == [0, 0]
+    there.driver.fake_break(700)
+    with pytest.raises(HorovodInternalError, match="illegal memory access"):
+        queue()
+
+
+def test_loops_are_queued_together_and_sums_are_waited_for_late(environ: dict[str, str]) -> None:
+    said = said_by(batches, environ)
+    if said.startswith("no NVVM"):
+        pytest.skip(reason=said.strip())
+    one = [f"{blocks} x 256 threads, 4096 bytes, device 0" for blocks in (1, 3)]
+    assert said.splitlines() == 20 * one + 3 * one[:1], "then two sums, and one that the broken device refuses"
