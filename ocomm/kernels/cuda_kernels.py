@@ -11,6 +11,10 @@ tiles wait in ``error_out`` until the scale is known.
 The same source runs in numba's simulator (``NUMBA_ENABLE_CUDASIM=1``), where addresses are those of the host's memory.
 Therefore it uses neither warp votes nor shuffles, and all of it is in one module: while a kernel runs, the simulator
 replaces ``cuda`` in that module alone.
+
+An average copies the signs of eight messages at a time to shared memory, one message per warp, in words in which each
+thread has its bits of all four rows: loads of all messages are under way together, and a word takes each thread one
+access per message. Threads read codes themselves, and only their scales are shared.
 """
 
 from __future__ import annotations
@@ -57,11 +61,17 @@ ROUNDS = 4
 TILE = ROUNDS * ROW
 HELD = ROUNDS * QUAD  # elements per thread
 
+WARP = 32
+#: Messages whose signs or scales of a tile are in shared memory at once: each warp copies those of one.
+AT_ONCE = THREADS // WARP
+
 #: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread; or an int32 for each quad of a
-#: tile. The launch allocates it, since the simulator may give two threads different arrays if a kernel allocates it.
-SHARED_NBYTES = max(TILE // QUAD + 8 * THREADS, TILE)
+#: tile; or the signs of AT_ONCE messages; behind it a float for each message. The launch allocates it, since the
+#: simulator may give two threads different arrays if a kernel allocates it.
+SHARED_NBYTES = max(TILE // QUAD + 8 * THREADS, TILE, AT_ONCE * TILE // 8) + 4 * AT_ONCE
 _PARTIAL = TILE // QUAD // 4
 _HIDDEN = _PARTIAL + THREADS
+_SCALES = SHARED_NBYTES // 4 - AT_ONCE
 _FOLD = 16  # two steps of 16 additions combine the sums of 256 threads
 
 _BLOCK_NBYTES, _TENSOR_NBYTES = BLOCK.itemsize, TENSOR.itemsize
@@ -103,6 +113,14 @@ _MINUS_ZERO = np.float32(-0.0)  # adding it changes no number, not even negative
 _ONE = np.float32(1)
 _HALF = np.float32(0.5)
 _UNIT = np.float32(2.0**-24)
+
+
+@inline
+def _thread() -> int:
+    """Returns the thread's number so that the compiler sees that it is not negative: a negative index of an array
+    would count from its end.
+    """
+    return cuda.threadIdx.x & (THREADS - 1)
 
 
 # What a thread holds: ``rounds`` quads, a row apart. ``left`` is the number of the block's elements from the first quad
@@ -232,12 +250,83 @@ def _read_scale(address: int) -> Any:
 
 
 @inline
+def _copy_signs(message: int, end: int, left: int) -> None:
+    """Copies the signs of a tile from a message into this warp's part of shared memory; zeros if ``message`` is 0.
+
+    The signs of the tile's block end at byte ``end`` of the message; ``left`` is the number of its elements from the
+    tile's first on. A word in shared memory has the signs of two threads, one byte for each of their quads.
+    """
+    words = cuda.shared.array(0, types.uint32)
+    quads = cuda.shared.array(0, types.uint8)
+    rows = cuda.local.array(ROUNDS, types.int64)
+    t = _thread()
+    lane = t & (WARP - 1)
+    nbytes = ((left + 7) >> 3) - 4 * lane
+    first = message + end - nbytes
+    if message == 0:
+        for k in range(4):
+            words[4 * t + k] = 0
+    elif first & 3 == 0 and nbytes >= (ROUNDS - 1) * (ROW >> 3) + 4:
+        for u in range(ROUNDS):
+            rows[u] = load_int(first + u * (ROW >> 3))
+        for k in range(4):
+            word = 0
+            for u in range(ROUNDS):
+                word |= ((rows[u] >> (8 * k)) & 255) << (8 * u)
+            words[4 * t + k] = word
+    else:
+        for u in range(ROUNDS):
+            for k in range(4):
+                at = u * (ROW >> 3) + k
+                quads[16 * t + 4 * k + u] = load_byte(first + at) if at < nbytes else 0
+
+
+@inline
+def _sum_signs(received: int, ranks: int, end: int, scale_at: int, weights: int, left: int, total: Any) -> None:
+    """Computes the sums, in the order of ranks, of what this thread's elements of a tile are in the messages.
+
+    The signs of the tile's block end at byte ``end`` of each message; ``left`` is the number of its elements from the
+    tile's first on. Scales are at ``scale_at`` of each message, or the floats at ``weights`` if that is not 0. Has
+    barriers.
+    """
+    words = cuda.shared.array(0, types.uint32)
+    scales = cuda.shared.array(0, types.float32)
+    t = _thread()
+    for i in range(HELD):
+        total[i] = _MINUS_ZERO
+    for first in range(0, ranks, AT_ONCE):
+        rank = first + (t >> 5)
+        # Messages are added in pairs. One that does not exist has the scale +0.0 and no bits, and adding -0.0 changes
+        # nothing.
+        message, scale = 0, _ZERO
+        if rank < ranks:
+            message = load_long(received + 8 * rank)
+            scale = load_float(weights + 4 * rank) if weights != 0 else _read_scale(message + scale_at)
+        _copy_signs(message, end, left)
+        if t & (WARP - 1) == 0:
+            scales[_SCALES + (t >> 5)] = scale
+        cuda.syncthreads()
+        at = 0
+        while at < min(AT_ONCE, ranks - first):
+            for j in range(at, at + 2):
+                scale = scales[np.uint64(_SCALES + j)]
+                word = int(words[np.uint64((TILE // 32) * j + (t >> 1))])
+                # None of the thread's bits is the lowest one, which is not tested together with others.
+                positive = (word << 1) >> (QUAD * (t & 1))
+                for i in range(HELD):
+                    up = (positive >> (i + QUAD * (i // QUAD) + 1)) & 1
+                    total[i] = total[i] + (scale if up else -scale)
+            at += 2
+        cuda.syncthreads()
+
+
+@inline
 def _write_signs(found: int, target: int, left: int) -> None:
     """Writes the signs of a tile, to which each thread contributes its own: a byte at ``target`` for every 8 of the
     ``left`` elements from the tile's first on. Has a barrier.
     """
     quads = cuda.shared.array(0, types.uint8)
-    t = cuda.threadIdx.x
+    t = _thread()
     for u in range(ROUNDS):
         quads[u * THREADS + t] = (found >> (QUAD * u)) & 15
     cuda.syncthreads()
@@ -256,6 +345,21 @@ def _write_signs(found: int, target: int, left: int) -> None:
 
 
 @inline
+def _magnitudes(c: Any, silent: int, rms: int, total: Any) -> Any:
+    """Returns ``total`` plus the magnitudes of a tile's c, without those of ``silent`` elements."""
+    for u in range(ROUNDS):
+        row = _ZERO
+        for k in range(QUAD):
+            x = c[QUAD * u + k]
+            if (silent >> (QUAD * u + k)) & 1:
+                # +0.0, or NaN if c is not finite, so that a bad gradient is detected although its element is masked.
+                x = x - x
+            row = row + (times(x, x) if rms else abs(x))
+        total = total + row
+    return total
+
+
+@inline
 def _first_pass(
     c: Any, kept: Any, keeps: bool, masked: int, left: int, rms: int, total: Any, signs: int, last: bool, error_out: int
 ) -> Any:
@@ -267,20 +371,14 @@ def _first_pass(
     beyond = _beyond(left, ROUNDS)
     silent = masked | beyond
     found = 0
-    for u in range(ROUNDS):
-        row = _ZERO
-        for k in range(QUAD):
-            i = QUAD * u + k
-            x = c[i]
-            if x >= _ZERO:
-                found |= 1 << i
-            if (silent >> i) & 1:
-                # +0.0, or NaN if c is not finite, so that a bad gradient is detected although its element is masked.
-                x = x - x
-            row = row + (times(x, x) if rms else abs(x))
-            if keeps and (masked >> i) & 1:
+    for i in range(HELD):
+        if c[i] >= _ZERO:
+            found |= 1 << i
+    total = _magnitudes(c, 0, rms, total) if silent == 0 else _magnitudes(c, silent, rms, total)
+    if keeps and masked != 0:
+        for i in range(HELD):
+            if (masked >> i) & 1:
                 c[i] = kept[i]
-        total = total + row
     _write_signs((found | masked) & ~beyond, signs, left + QUAD * cuda.threadIdx.x)
     if not last:
         _put(error_out, left, ROUNDS, c)
@@ -293,7 +391,7 @@ def _scale_of(total: Any, hidden: int, mask: int, length: int, rms: int) -> Any:
     """Returns the scale of the block from the sums of all threads; the same in all threads. Has barriers."""
     partial = cuda.shared.array(0, types.float32)
     counts = cuda.shared.array(0, types.int32)
-    t = cuda.threadIdx.x
+    t = _thread()
     partial[_PARTIAL + t] = total
     if mask != 0:
         counts[_HIDDEN + t] = hidden
@@ -324,8 +422,8 @@ def _scale_of(total: Any, hidden: int, mask: int, length: int, rms: int) -> Any:
 def _keep_the_rest(c: Any, masked: int, scale: Any, left: int, error_out: int) -> None:
     """Writes what the receivers of a tile will not get to its error."""
     for i in range(HELD):
-        if not (masked >> i) & 1:
-            c[i] = c[i] - (scale if c[i] >= _ZERO else -scale)
+        rest = c[i] - (scale if c[i] >= _ZERO else -scale)
+        c[i] = rest if masked == 0 or not (masked >> i) & 1 else c[i]
     _put(error_out, left, ROUNDS, c)
 
 
@@ -508,17 +606,10 @@ def average(
         at = base + QUAD * cuda.threadIdx.x
         left = length - at
         _fetch(error + owned + 4 * at, left, ROUNDS, e)
+        _sum_signs(received, ranks, bits - origin + ((length + 7) >> 3), scale_at, 0, length - base, a)
         if mask != 0:
             masked = _bits_of(hidden_bits, at, left, ROUNDS) & ~_beyond(left, ROUNDS)
             hidden += cuda.popc(masked)
-        for i in range(HELD):
-            a[i] = _MINUS_ZERO
-        for rank in range(ranks):
-            message = load_long(received + 8 * rank)
-            scale = _read_scale(message + scale_at)
-            positive = _bits_of(message + bits - origin, at, left, ROUNDS)
-            for i in range(HELD):
-                a[i] = a[i] + (scale if (positive >> i) & 1 else -scale)
         for i in range(HELD):
             a[i] = times(a[i], over_ranks) + e[i]
         total = _first_pass(
@@ -677,12 +768,13 @@ def finite(blocks: int, tensors: int, status: int) -> None:
 @inline
 def _philox(quad: int, low: int, high: int, step: int, stream: int) -> Any:
     """Returns four random words for four elements: Philox-4x32-7, as ``reference.philox4x32``."""
-    a, b = np.uint64(quad) & _WORD, np.uint64(quad) >> _32
-    c, d = np.uint64(step), np.uint64(stream)
+    a, b = np.uint32(np.uint64(quad) & _WORD), np.uint32(np.uint64(quad) >> _32)
+    c, d = np.uint32(step), np.uint32(stream)
     first, second = np.uint64(low), np.uint64(high)
     for _ in range(7):
-        p, q = a * _FIRST_FACTOR, c * _SECOND_FACTOR
-        a, b, c, d = (q >> _32) ^ b ^ first, q & _WORD, (p >> _32) ^ d ^ second, p & _WORD
+        p, q = np.uint64(a) * _FIRST_FACTOR, np.uint64(c) * _SECOND_FACTOR
+        a, b = np.uint32((q >> _32) ^ b ^ first), np.uint32(q & _WORD)
+        c, d = np.uint32((p >> _32) ^ d ^ second), np.uint32(p & _WORD)
         first = (first + _FIRST_KEY_STEP) & _WORD
         second = (second + _SECOND_KEY_STEP) & _WORD
     return a, b, c, d
@@ -758,14 +850,15 @@ def _random_signs(y: Any, number: Any, left: int, error_out: int, status: int) -
     """Returns four random signs whose mean is y if that is in [-1, 1]. What they lose of y is written to ``error_out``,
     unless it is 0.
     """
-    found = 0
+    found, bad = 0, _ZERO
     for k in range(QUAD):
-        if y[k] - y[k] != _ZERO:
-            store_int(status, 1)
+        bad = bad + (y[k] - y[k])
         positive = number[k] < times(y[k] + _ONE, _HALF)
         if positive and k < left:
             found |= 1 << k
         y[k] = y[k] - (_ONE if positive else -_ONE)
+    if bad != _ZERO:
+        store_int(status, 1)
     if error_out != 0:
         _put(error_out, left, 1, y)
     return found
@@ -812,31 +905,29 @@ def average_quantized(
     step: int, stream: int, steady: int, packed: int, status: int,
 ) -> None:  # fmt: skip
     """The server's half of Birder. ``received`` is the address of the ``ranks`` addresses of the messages."""
-    a = cuda.local.array(QUAD, types.float32)
-    other = cuda.local.array(QUAD, types.float32)
+    a = cuda.local.array(HELD, types.float32)
+    e = cuda.local.array(HELD, types.float32)
+    y = cuda.local.array(QUAD, types.float32)
+    number = cuda.local.array(QUAD, types.float32)
     block = blocks + _BLOCK_NBYTES * cuda.blockIdx.x
     length = load_int(block + _LENGTH)
-    owned, index, bits = load_long(block + _OWNED), load_long(block + _INDEX), load_long(block + _BITS)
+    owned, index, bits = 4 * load_long(block + _OWNED), load_long(block + _INDEX), load_long(block + _BITS)
     for base in range(0, length, TILE):
+        at = base + QUAD * cuda.threadIdx.x
+        _sum_signs(received, ranks, bits - origin + ((length + 7) >> 3), 0, weights, length - base, a)
+        if error != 0:
+            _fetch(error + owned + 4 * at, length - at, ROUNDS, e)
+            for i in range(HELD):
+                a[i] = a[i] + e[i]
         found = 0
         for u in range(ROUNDS):
-            at = base + u * ROW + QUAD * cuda.threadIdx.x
-            left = length - at
+            left = length - at - u * ROW
             if left > 0:
                 for k in range(QUAD):
-                    a[k] = _MINUS_ZERO
-                for rank in range(ranks):
-                    weight = load_float(weights + 4 * rank)
-                    positive = _bits_of(load_long(received + 8 * rank) + bits - origin, at, left, 1)
-                    for k in range(QUAD):
-                        a[k] = a[k] + (weight if (positive >> k) & 1 else -weight)
-                if error != 0:
-                    _fetch(error + 4 * (owned + at), left, 1, other)
-                    for k in range(QUAD):
-                        a[k] = a[k] + other[k]
-                _uniform(index + at, low, high, step, stream, steady, other)
-                rest = error_out + 4 * (owned + at) if error_out != 0 else 0
-                found |= _random_signs(a, other, left, rest, status) << (QUAD * u)
+                    y[k] = a[QUAD * u + k]
+                _uniform(index + at + u * ROW, low, high, step, stream, steady, number)
+                rest = error_out + owned + 4 * (at + u * ROW) if error_out != 0 else 0
+                found |= _random_signs(y, number, left, rest, status) << (QUAD * u)
         _write_signs(found, packed + bits + (base >> 3), length - base)
         if base + TILE < length:
             cuda.syncthreads()
@@ -982,45 +1073,99 @@ def adam_step(
 
 
 @inline
-def _word_of_codes(address: int, rest: int, bits: int) -> int:
-    """Loads the codes of a quad, of which ``rest`` elements are before the end: ``bits`` / 2 bytes."""
-    nbytes = bits >> 1
-    word = 0
-    if rest >= QUAD and address & (nbytes - 1) == 0:
-        if bits == 16:
-            word = load_long(address)
-        elif bits == 8:
-            word = int(load_int(address))
-        else:
-            word = int(load_low(address))
-    else:
-        for k in range(nbytes):
-            if 8 * k < bits * rest:
-                word |= int(load_byte(address + k)) << (8 * k)
-    return word
+def _whole_word(address: int, bits: int) -> int:
+    """Loads the codes of a quad at a multiple of their ``bits`` / 2 bytes."""
+    if bits == 16:
+        return load_long(address)
+    return int(load_int(address) if bits == 8 else load_low(address))
 
 
 @inline
-def _load_codes(first: int, scales: int, at: int, left: int, bits: int, out: Any) -> None:
-    """Loads what the codes of this thread's elements of a tile stand for, 0 past the end.
+def _load_codes(first: int, at: int, left: int, bits: int, codes: Any) -> None:
+    """Loads the codes of each quad of this thread's elements of a tile as one word, 0 past the end.
 
-    ``first`` and ``scales`` are the addresses of the block's codes and scales. ``left`` is the number of the block's
-    elements from the thread's first on, which is ``at``.
+    ``first`` is the address of the block's codes. ``left`` is the number of the block's elements from the thread's
+    first on, which is ``at``.
     """
+    address, nbytes, row = first + ((at * bits) >> 3), bits >> 1, ROW * bits >> 3
+    if address & (nbytes - 1) == 0 and left >= (ROUNDS - 1) * ROW + QUAD:
+        for u in range(ROUNDS):
+            codes[u] = _whole_word(address + u * row, bits)
+    else:
+        for u in range(ROUNDS):
+            rest, word = left - u * ROW, 0
+            for k in range(nbytes):
+                if 8 * k < bits * rest:
+                    word |= int(load_byte(address + u * row + k)) << (8 * k)
+            if rest < QUAD:
+                word &= (1 << (bits * max(rest, 0))) - 1
+            codes[u] = wrapped(word)
+
+
+@inline
+def _decoded(word: int, k: int, bits: int, scale: Any) -> Any:
+    """Returns what code ``k`` of a word stands for."""
+    if bits == 16:
+        return float_of(((word >> (16 * k)) & 0xFFFF) << 16)
+    # As the last bits of 2^23 a code is a float at once; what is added to make it positive is subtracted again.
+    half = 1 << (bits - 1)
+    code = ((word & 0xFFFFFFFF) >> (bits * k)) & ((1 << bits) - 1)
+    return times(float_of(code ^ half ^ _WHOLE) - np.float32((1 << 23) + half), scale)
+
+
+_WHOLE = 0x4B000000  # the bits of 2^23
+
+
+@inline
+def _values_of_codes(first: int, scales: int, at: int, left: int, bits: int, out: Any) -> None:
+    """Computes what the codes of this thread's elements of a tile stand for, 0 past the end.
+
+    ``first`` and ``scales`` are the addresses of the block's codes and scales.
+    """
+    codes = cuda.local.array(ROUNDS, types.int64)
+    _load_codes(first, at, left, bits, codes)
     for u in range(ROUNDS):
-        j, rest = at + u * ROW, left - u * ROW
-        word, scale = 0, _ZERO
-        if rest > 0:
-            word = _word_of_codes(first + ((j * bits) >> 3), rest, bits)
-            if bits < 16:
-                scale = _read_scale(scales + 4 * (j // GROUP))
+        scale = _read_scale(scales + 4 * ((at + u * ROW) // GROUP)) if bits < 16 and u * ROW < left else _ZERO
         for k in range(QUAD):
-            code = (word >> (bits * k)) & ((1 << bits) - 1) if k < rest else 0
-            if bits == 16:
-                out[QUAD * u + k] = float_of(code << 16)
-            else:
-                half = 1 << (bits - 1)
-                out[QUAD * u + k] = times(np.float32((code ^ half) - half), scale)
+            out[QUAD * u + k] = _decoded(codes[u], k, bits, scale)
+
+
+@inline
+def _sum_codes(
+    received: int, ranks: int, codes_at: int, scales_at: int, base: int, left: int, bits: int, total: Any
+) -> None:
+    """Computes the sums, in the order of ranks, of what this thread's elements of a tile are in the messages; 0 past
+    the end.
+
+    The codes of the tile's block are at ``codes_at`` of each message, its scales at ``scales_at``. The tile begins
+    with the block's element ``base``; ``left`` is the number of elements from there on. Has barriers if codes have
+    scales.
+    """
+    codes = cuda.local.array(ROUNDS, types.int64)
+    scales = cuda.shared.array(0, types.float32)
+    t = _thread()
+    lane = t & (WARP - 1)
+    for i in range(HELD):
+        total[i] = _MINUS_ZERO
+    for start_rank in range(0, ranks, AT_ONCE):
+        if bits < 16:
+            scale = _ZERO
+            if start_rank + (t >> 5) < ranks and lane * GROUP < left:
+                message = load_long(received + 8 * (start_rank + (t >> 5)))
+                scale = _read_scale(message + scales_at + 4 * (base // GROUP + lane))
+            scales[t] = scale
+            cuda.syncthreads()
+        for rank in range(start_rank, min(start_rank + AT_ONCE, ranks)):
+            message = load_long(received + 8 * rank)
+            _load_codes(message + codes_at, base + QUAD * t, left - QUAD * t, bits, codes)
+            for u in range(ROUNDS):
+                scale = _ZERO
+                if bits < 16:
+                    scale = scales[np.uint64(WARP * (rank - start_rank) + u * (ROW // GROUP) + (t >> 5))]
+                for k in range(QUAD):
+                    total[QUAD * u + k] = total[QUAD * u + k] + _decoded(codes[u], k, bits, scale)
+        if bits < 16:
+            cuda.syncthreads()
 
 
 @inline
@@ -1085,11 +1230,9 @@ def _send_codes(c: Any, block: int, at: int, left: int, bits: int, error_out: in
             factor = levels / top if sends else _ZERO
             for k in range(QUAD):
                 i = QUAD * u + k
-                rounded = _ZERO
-                if not bad:
-                    rounded = (times(c[i], factor) + _ROUNDER) - _ROUNDER
-                word |= (int(rounded) & ((1 << bits) - 1)) << (bits * k)
-                c[i] = c[i] - times(rounded, scale)
+                rounded = _ROUNDER if bad else times(c[i], factor) + _ROUNDER
+                word |= (word_of(rounded) & ((1 << bits) - 1)) << (bits * k)
+                c[i] = c[i] - times(rounded - _ROUNDER, scale)
             if rest > 0 and t & 31 == 0:
                 store_float(scales + 4 * ((at + u * ROW) // GROUP), scale)
         if rest > 0:
@@ -1103,7 +1246,7 @@ def _send_codes(c: Any, block: int, at: int, left: int, bits: int, error_out: in
 
 _INFINITE = 0x7F800000
 _NAN, _LEAST = np.float32(np.nan), np.float32(LEAST)
-#: A float of at most 2^22 plus this is rounded to a whole number.
+#: A float of at most 2^22 plus this is rounded to a whole number, which is what its last bits are.
 _ROUNDER = np.float32(1.5 * 2.0**23)
 
 
@@ -1149,13 +1292,12 @@ def average_codes(
     for base in range(0, length, TILE):
         at = base + QUAD * cuda.threadIdx.x
         left = length - at
-        for i in range(HELD):
-            a[i] = _MINUS_ZERO
-        for rank in range(ranks):
-            message = load_long(received + 8 * rank)
-            _load_codes(message + codes_at, message + scales_at, at, left, bits, e)
-            for i in range(HELD):
-                a[i] = a[i] + e[i]
+        if bits == 16:
+            _sum_codes(received, ranks, codes_at, scales_at, base, length - base, 16, a)
+        elif bits == 8:
+            _sum_codes(received, ranks, codes_at, scales_at, base, length - base, 8, a)
+        else:
+            _sum_codes(received, ranks, codes_at, scales_at, base, length - base, 4, a)
         for i in range(HELD):
             a[i] = times(a[i], over_ranks)
         if error != 0:
@@ -1174,7 +1316,12 @@ def unpack_codes(blocks: int, packed: int, bits: int, out: int) -> None:
     codes, scales = packed + load_long(block + _BITS), packed + load_long(block + _SCALE)
     for base in range(0, length, TILE):
         at = base + QUAD * cuda.threadIdx.x
-        _load_codes(codes, scales, at, length - at, bits, values)
+        if bits == 16:
+            _values_of_codes(codes, scales, at, length - at, 16, values)
+        elif bits == 8:
+            _values_of_codes(codes, scales, at, length - at, 8, values)
+        else:
+            _values_of_codes(codes, scales, at, length - at, 4, values)
         _put(out + 4 * (offset + at), length - at, ROUNDS, values)
 
 

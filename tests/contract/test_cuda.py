@@ -172,6 +172,13 @@ class TestEqualsTheReference:
         check(l1(adam.average_results), World((4096, 33), ranks=ranks, masked=0.05), device)
         check(birder.average_results, Model((77,), ranks=ranks, first=1), device)
 
+    @pytest.mark.parametrize("shift", range(4))
+    def test_averages_of_messages_that_begin_at_any_byte(self, device: Any, shift: int) -> None:
+        world, model = World((4096,), masked=0.05), Model((4096,))
+        for moved, results in ((world, l1(adam.average_results)), (model, birder.average_results)):
+            moved.blocks["bits"] += shift
+            check(results, moved, device)
+
     @settings(max_examples=15)
     @given(
         loop=st.sampled_from(sorted(ADAM)),
@@ -214,6 +221,13 @@ class TestCodes:
     def test_a_block_may_be_longer_than_a_tile(self, device: Any, bits: int) -> None:
         world = Codes((9001,), bits, block_size=1 << 20)
         assert all_same(world.results(device), world.results(reference))
+
+    @pytest.mark.parametrize("shift", range(4))
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_averages_of_messages_that_begin_at_any_byte(self, device: Any, bits: int, shift: int) -> None:
+        world = Codes((4096,), bits)
+        world.blocks["bits"] += shift
+        assert all_same(world.averaged(device), world.averaged(reference))
 
     @pytest.mark.parametrize("bits", BITS)
     def test_what_is_not_finite(self, device: Any, bits: int) -> None:
