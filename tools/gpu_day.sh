@@ -16,7 +16,7 @@
 #     RANKS          the numbers of ranks that share the GPU in part ranks ("2 4")
 #     JOBS           the number of processes that share the tests of kernels and of training (1)
 #     ROUNDS, NBYTES rounds of step and staging (9), sizes of arrays in speed ("268435456 1073741824")
-#     COMMIT         what is measured, for the figures, where the checkout has no history
+#     COMMIT         what is measured, for the figures, where the checkout's history does not say it
 #
 # A part that fails, or has nothing to run on, does not keep the others from running; the last lines say how each ended.
 set -uo pipefail
@@ -147,7 +147,10 @@ figure() {
             "$PY" -m ocomm.bench kernels --device cuda --ranks 2 8 64 --nbytes $nbytes --json "$out/gpu-kernels-$nbytes.json" || return
         done
         ;;
-    step) "$PY" -m benchmarks.gpu.step --device $device --rounds "$ROUNDS" --json "$out/gpu-step.json" ;;
+    step)
+        "$PY" -m benchmarks.gpu.step --device $device --rounds "$ROUNDS" --seconds $((PART_SECONDS / 3)) \
+            --json "$out/gpu-step.json"
+        ;;
     staging) $MPIRUN -np 2 "$PY" -m benchmarks.gpu.staging --device $device --rounds "$ROUNDS" --json "$out/gpu-staging.json" </dev/null ;;
     offload) OCOMM_KERNEL_THREADS=8 "$PY" -m benchmarks.gpu.offload --device $device --json "$out/gpu-offload.json" ;;
     attention) "$PY" -m benchmarks.sparse_attention --device cuda --into "$out" ;;
@@ -187,7 +190,7 @@ run() {
     prepare || { echo "gpu_day.sh: not ready"; return 1; }
     local name code limit ended=() failed=0 began
     export -f part side_by_side tests figure needs run_pytest on_ranks
-    export out PY PYTEST MPIRUN RANKS JOBS ROUNDS NBYTES rehearses
+    export out PY PYTEST MPIRUN RANKS JOBS ROUNDS NBYTES PART_SECONDS rehearses
     for name in "${parts[@]}"; do
         began=$SECONDS
         limit=$PART_SECONDS
@@ -206,7 +209,8 @@ run() {
         # 77: nothing to run it on, with the reason above.
         [ $code = 0 ] || [ $code = 77 ] || failed=1
     done
-    [ -z "${COMMIT:-}" ] || sed -i "s/\"commit\": null/\"commit\": \"$COMMIT\"/" "$out"/*.json 2>/dev/null
+    # What git says there may be of another commit than the files.
+    [ -z "${COMMIT:-}" ] || sed -i -E "s/\"commit\": (null|\"[^\"]*\")/\"commit\": \"$COMMIT\"/" "$out"/*.json 2>/dev/null
     printf '%s\n' "== ended" "${ended[@]}"
     return $failed
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -158,6 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     options.add_argument("--batch", type=int, default=8, help="sequences (default 8)")
+    options.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which no round begins (default: no limit)"
+    )
     args: argparse.Namespace = options.parse_args(argv)
     driver = Driver()
     device = opened(args)
@@ -167,14 +171,20 @@ def main(argv: list[str] | None = None) -> int:
     methods = [
         make(name, device, size, args.batch) for name in names if not (device.is_rehearsal and name in NOT_REHEARSED)
     ]
-    for _ in range(args.rounds):
+    end = time.monotonic() + args.seconds
+    for number in range(args.rounds):
+        if number and time.monotonic() > end:
+            break
         for method in methods:
             method.run(device, steps)
     numel = sum(p.numel() for p in Gpt(size).parameters())
-    rows = [row(device, method, methods[0], driver, numel) for method in methods]
-    print(f"{device.name()}, {numel / 1e6:.1f} M parameters, calls of training / engine / other threads\n")
+    rows: list[dict[str, Any]] = []
+    for method in methods:  # a trace takes seconds, and a machine may be there for minutes
+        print(f"{method.name}: {1e3 * median(method.times):.2f} ms, in {len(method.times)} rounds", flush=True)
+        rows.append(row(device, method, methods[0], driver, numel))
+        write(args, device, {"parameters": numel, "rounds": len(method.times), "rows": rows})
+    print(f"\n{device.name()}, {numel / 1e6:.1f} M parameters, calls of training / engine / other threads\n")
     print(show(rows))
-    write(args, device, {"parameters": numel, "rows": rows})
     hvd.shutdown()
     return 0
 

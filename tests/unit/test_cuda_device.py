@@ -27,6 +27,8 @@ pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="it starts processes that are alone")
 
 TESTS = Path(__file__).parents[1]
+#: What the fake driver prints of a launch, but for the device.
+LAUNCH = "{} x 256 threads, 4128 bytes, device {}"
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +220,7 @@ def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_
     said = said_by(launches, environ)
     if said.startswith("no NVVM"):
         pytest.skip(reason=said.strip())
-    assert said.splitlines() == [
-        f"{blocks} x 256 threads, 4096 bytes, device {number}" for number in (0, 1) for blocks in (3, 1)
-    ]
+    assert said.splitlines() == [LAUNCH.format(blocks, number) for number in (0, 1) for blocks in (3, 1)]
 
 
 def native_tasks() -> None:
@@ -286,7 +286,7 @@ def test_the_native_engine_queues_tasks_without_python(environ: dict[str, str]) 
         pytest.skip(reason=said.strip())
     lines = said.splitlines()
     assert lines.pop() == "done"
-    one_step = [f"{blocks} x 256 threads, 4096 bytes, device 1" for blocks in (3, 2, 2)]
+    one_step = [LAUNCH.format(blocks, 1) for blocks in (3, 2, 2)]
     assert lines == 20 * one_step
 
 
@@ -319,5 +319,5 @@ def test_loops_are_queued_together_and_sums_are_waited_for_late(environ: dict[st
     said = said_by(batches, environ)
     if said.startswith("no NVVM"):
         pytest.skip(reason=said.strip())
-    one = [f"{blocks} x 256 threads, 4096 bytes, device 0" for blocks in (1, 3)]
+    one = [LAUNCH.format(blocks, 0) for blocks in (1, 3)]
     assert said.splitlines() == 20 * one + 3 * one[:1], "then two sums, and one that the broken device refuses"
