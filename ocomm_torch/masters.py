@@ -74,9 +74,9 @@ class Masters:
         now, written = _result_of(self._looked), False
         known = None if self._known is None else _result_of(self._known)
         self._looked = None
-        for place, (index, parameter) in enumerate(self._parameters.items()):
-            if known is None or now[place] != known[place]:
-                written |= self._take_written(index, parameter.detach())
+        indices = list(self._parameters)
+        for place in range(len(indices)) if known is None else np.flatnonzero(now != known).tolist():
+            written |= self._take_written(indices[place], self._parameters[indices[place]].detach())
         self._known = now
         return written
 

@@ -328,9 +328,7 @@ class Keeper:
         try:
             yield
         except Exception as error:  # it is not known what readers of states raise
-            raise CheckpointError(
-                f"the commit {self.folder.path / name} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise CheckpointError(f"the commit {self.folder.path / name} cannot be read: {in_words(error)}") from error
 
     @contextlib.contextmanager
     def _loading(self, label: Label) -> Iterator[None]:

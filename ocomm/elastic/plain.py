@@ -89,7 +89,7 @@ def load(file: IO[bytes], codec: Codec) -> Any:
     try:
         value = reader.value(tree)
     except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError) as error:
-        raise ValueError(f"its tree cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"its tree cannot be read: {in_words(error)}") from error
     if reader.left:
         raise ValueError(f"{reader.left} bytes follow its end")
     return value

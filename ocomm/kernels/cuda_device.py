@@ -36,7 +36,6 @@ _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 def _check(answer: tuple[Any, ...]) -> Any:
     """Returns the value of a driver call. Raises HorovodInternalError with the driver's words."""
     code, *values = answer
-    code = driver.CUresult(code)
     if code != driver.CUresult.CUDA_SUCCESS:
         _, words = driver.cuGetErrorString(code)
         said = words.decode() if isinstance(words, bytes) else str(words)
@@ -213,8 +212,12 @@ class CudaDevice:
 
     @staticmethod
     def check(code: int) -> None:
-        """Raises HorovodInternalError with the driver's words if a call has failed."""
-        _check((code,))
+        """Raises HorovodInternalError with the driver's words if a call of C's has failed."""
+        try:
+            result = driver.CUresult(code)
+        except ValueError:  # of a driver that is newer than cuda.bindings
+            raise HorovodInternalError(f"CUDA error {code}") from None
+        _check((result,))
 
     def function(self, kernel: str) -> int:
         """Returns the handle of a kernel, which is compiled if that has not been done."""

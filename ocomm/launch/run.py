@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ocomm.errors import LaunchError, PeerError, clause
+from ocomm.errors import LaunchError, PeerError, clause, in_words
 from ocomm.launch import as_horovod, reach
 from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
@@ -168,7 +168,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
             try:
                 kind, rank, content = pickle.loads(message)
             except Exception as error:  # whatever the unpickled classes raise
-                raise LaunchError(f"a rank's result cannot be read here: {type(error).__name__}: {error}") from error
+                raise LaunchError(f"a rank's result cannot be read here: {in_words(error)}") from error
             if kind == "failed":
                 failures[rank] = content
             if kind == "result":

@@ -218,7 +218,7 @@ class Runtime:
         except Exception as error:
             raise HorovodInternalError(
                 f"rank {self.world.rank}: the background thread failed at the message {word.name} of {len(payload)} "
-                f"bytes from rank {process_set.ranks[source]}: {type(error).__name__}: {error}"
+                f"bytes from rank {process_set.ranks[source]}: {in_words(error)}"
             ) from error
 
     def _beat(self, now: float) -> None:

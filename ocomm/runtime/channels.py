@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ocomm.collectives.engine import Channel, Engine
+from ocomm.errors import in_words
 from ocomm.negotiation.request import Kind
 from ocomm.runtime.handle import Handle
 from ocomm.transport.base import Request, Transport
@@ -154,4 +155,4 @@ def free(transport: Transport) -> None:
     try:
         transport.close()
     except Exception as error:
-        _log.warning("rank %d of a communicator cannot free it: %s: %s", transport.rank, type(error).__name__, error)
+        _log.warning("rank %d of a communicator cannot free it: %s", transport.rank, in_words(error))

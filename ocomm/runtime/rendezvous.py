@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from ocomm import json_values
-from ocomm.errors import LaunchError, clause
+from ocomm.errors import LaunchError, clause, in_words
 
 _POLL_S = 0.01
 _SLOWEST_POLL_S = 0.1
@@ -283,7 +283,7 @@ def _begun(begin: Callable[[Sequence[Member]], Mapping[str, Any]], members: Sequ
     except LaunchError:
         raise
     except Exception as error:
-        raise LaunchError(f"rank 0 cannot start the job: {type(error).__name__}: {error}") from error
+        raise LaunchError(f"rank 0 cannot start the job: {in_words(error)}") from error
 
 
 def _member(text: bytes | str, rank: int) -> Member:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ocomm.errors import in_words
 from ocomm.negotiation.autotune import Autotune, Point, Search, Tuned, position
 
 _log = logging.getLogger("ocomm")
@@ -54,7 +55,7 @@ class Tuner:
         try:
             point = pending.result()
         except Exception as error:  # a search that fails must not end the training
-            _log.warning("autotuning ends early: %s: %s", type(error).__name__, error)
+            _log.warning("autotuning ends early: %s", in_words(error))
             point = None
         tuned = self._autotune.go_on(point)
         if self._autotune.is_over:
