@@ -68,8 +68,9 @@ WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.p
 WITHOUT_TF := tests/contract/test_transport.py tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
 #: Where marker `alone` is, without importing all other tests.
 ALONE := tests/cluster
-#: $(call under_mpirun,ranks,files and flags)
-under_mpirun = TEST_MPI_SIZE=$(1) $(MPIRUN) -np $(1) $(PY) -m pytest -q --capture=no --no-header $(2) </dev/null
+#: $(call under_mpirun,ranks,files and flags). The launcher has its folder in a place of its own: where one was killed, a
+#: later one that gets its number does not start.
+under_mpirun = mkdir -p build/mpirun && PRTE_MCA_prte_tmpdir_base=$(CURDIR)/build/mpirun TEST_MPI_SIZE=$(1) $(MPIRUN) -np $(1) $(PY) -m pytest -q --capture=no --no-header $(2) </dev/null
 
 test-fast: install
 	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' $(FAST)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from ocomm.launch.session_folder import BASE
 from ocomm.runtime.own_address import free_port
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 
@@ -26,21 +28,25 @@ def run_job(
 ) -> subprocess.CompletedProcess[str]:
     """``mpirun -np ranks python script``; ``script`` is a file, or the program itself."""
     program = [str(script)] if isinstance(script, Path) else ["-c", script]
-    return subprocess.run(
-        [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", str(ranks), sys.executable, *program, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd=ROOT,
-        check=False,
-        env={
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            **environment,
-        },
-    )
+    launcher = [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    # A launcher that was killed may have left a folder with the number that this one gets.
+    with tempfile.TemporaryDirectory() as place:
+        return subprocess.run(
+            [*launcher, sys.executable, *program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            cwd=ROOT,
+            check=False,
+            env={
+                **os.environ,
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                BASE: place,
+                **environment,
+            },
+        )
 
 
 def without_launcher(**more: str) -> dict[str, str]:

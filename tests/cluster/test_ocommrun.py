@@ -82,6 +82,33 @@ def test_a_job_ends_where_a_rank_ends_while_another_is_in_mpi_init(tmp_path):
 
 
 @needs_mpi
+@pytest.mark.parametrize("flags", ["", "--min-np=2"])
+def test_a_launcher_that_was_killed_leaves_nothing_that_keeps_a_later_one_from_starting(flags, tmp_path):
+    """Its folder has the number of its process, which this script has, and keeps when it becomes ocommrun."""
+    script = """
+import os, socket, sys
+folder = os.path.join(os.environ["TMPDIR"], f"ompi.{os.getpid()}")
+os.mkdir(folder)
+for host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
+    open(os.path.join(folder, f"pmix.{host}.tool"), "w").close()
+os.execv(sys.executable, [sys.executable, "-m", "ocomm.launch", *sys.argv[1:]])
+"""
+    job = ["-np", "2", *flags.split(), sys.executable, "-c", RANK + "assert world.size == 2"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *job],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("ompi.*"))) == 1
+    # A supervisor, whose launcher has another number, removes the place of its launcher.
+    assert len(list(tmp_path.glob("ocommrun-*"))) == (0 if flags else 1)
+
+
+@needs_mpi
 @pytest.mark.parametrize("flags", [(), ("--min-np", "1")], ids=["plain", "elastic"])
 def test_a_job_needs_no_standard_files(flags, tmp_path):
     script = f"import ocomm; ocomm.init(); print('said'); open({str(tmp_path / 'done')!r}, 'w').close()"
