@@ -21,7 +21,7 @@ import numpy as np
 
 from ocomm.kernels import cpu_kernels, reference
 from ocomm.kernels.base import PIECE, TENSOR, Bytes
-from ocomm.kernels.device import DeviceArray, DeviceMemory
+from ocomm.kernels.device import DeviceArray, DeviceMemory, Together
 from ocomm.types import DType
 
 #: Added to an address of this process: no processor has addresses as high as that.
@@ -262,7 +262,7 @@ class FakeDevice:
     def mirror(self, memory: DeviceMemory, table: np.ndarray) -> FakeMirror:
         return FakeMirror(memory, table)
 
-    def work(self, *what: Any) -> None:
+    def work(self, together: Together) -> None:
         """Python queues everything."""
 
     def loops(self, status: DeviceArray) -> FakeLoops:

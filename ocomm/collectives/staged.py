@@ -26,7 +26,7 @@ from ocomm.collectives.bridge import IntraNode, take_turn
 from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, Stage
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, GROUP, Bytes, Memory, Table
-from ocomm.kernels.device import DeviceMemory, Event, Queue, Step, Verb, Work
+from ocomm.kernels.device import DeviceMemory, Event, Queue, Step, Together, Verb, Work
 from ocomm.kernels.loops import KINDS
 from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
@@ -98,8 +98,8 @@ class DeviceTask:
     def compiled(self) -> tuple[int, int] | None:
         steps = [*self._steps, *self._last()]
         if all(step.verb != Verb.CALL for step in steps):
-            device = self._memory.device
-            self._work = device.work(self._queue, steps, self._status, self._flags, self.is_beside, self._awaited)
+            together = Together(self._queue, steps, self._status, self._flags, self.is_beside, self._awaited)
+            self._work = self._memory.device.work(together)
         return None if self._work is None else self._work.task
 
     def _last(self) -> list[Step]:

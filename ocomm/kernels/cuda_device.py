@@ -21,7 +21,7 @@ from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Bytes, Table
 from ocomm.kernels.cuda import CudaKernels, Launch, function_of, require_compiler
 from ocomm.kernels.cuda_work import CudaMirror, CudaWork, launch, native_device
-from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue, Step
+from ocomm.kernels.device import DeviceArray, DeviceMemory, Together
 
 #: Packages of the compiler, for CUDA 12 or 13.
 _COMPILER = (
@@ -233,16 +233,8 @@ class CudaDevice:
     def mirror(self, memory: DeviceMemory, table: Table) -> CudaMirror:
         return CudaMirror(self, memory, table)
 
-    def work(
-        self,
-        queue: Queue | None,
-        steps: Sequence[Step],
-        status: Bytes,
-        flags: Sequence[np.ndarray],
-        beside: bool,
-        awaited: bool,
-    ) -> CudaWork:
-        return CudaWork(self, queue, steps, status, flags, beside, awaited)
+    def work(self, together: Together) -> CudaWork:
+        return CudaWork(self, together)
 
     def calls(self) -> dict[str, int]:
         """Returns how often C has copied, and asked whether an event is over."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ocomm._native import ffi, lib
-from ocomm.kernels.base import Bytes, Table
+from ocomm.kernels.base import Table
 from ocomm.kernels.cuda import Launch
 from ocomm.kernels.cuda_kernels import SHARED_NBYTES
 from ocomm.kernels.cuda_words import THREADS
-from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue, Step, Verb
+from ocomm.kernels.device import DeviceArray, DeviceMemory, Queue, Step, Together, Verb
 
 if TYPE_CHECKING:
     from ocomm.kernels.cuda_device import CudaDevice
@@ -90,22 +89,14 @@ class CudaMirror:
 class CudaWork:
     """The ``kernels.device.Work`` of a CUDA device. Compiles what it launches."""
 
-    def __init__(
-        self,
-        device: CudaDevice,
-        queue: Queue | None,
-        steps: Sequence[Step],
-        status: Bytes,
-        flags: Sequence[np.ndarray],
-        beside: bool,
-        awaited: bool,
-    ) -> None:
+    def __init__(self, device: CudaDevice, together: Together) -> None:
+        flags = together.flags
         self._device = device
         #: What the operations have addresses of.
-        self._keeps: list[Any] = [queue, steps, status, flags]
+        self._keeps: list[Any] = [together]
         self._ops: list[tuple[Any, ...]] = []
-        for step in steps:
-            self._add(queue, step)
+        for step in together.steps:
+            self._add(together.queue, step)
         event = device.new_event()
         # Whoever records it next needs not wait for what it has recorded here.
         weakref.finalize(self, device.idle_events.append, event).atexit = False
@@ -122,9 +113,9 @@ class CudaWork:
         row.device, row.ops, row.count, row.flags, row.flag_count = (
             device.native, table, len(self._ops), pointers, len(flags),
         )  # fmt: skip
-        row.beside, row.awaited, row.event = beside, awaited, _pointer(int(event))
-        row.status = ffi.cast("int32_t *", _address(status))
-        if beside:
+        row.beside, row.awaited, row.event = together.beside, together.awaited, _pointer(int(event))
+        row.status = ffi.cast("int32_t *", _address(together.status))
+        if together.beside:
             device.second_follows()  # what compiling has copied to the device
 
     @property

@@ -85,6 +85,26 @@ class Step(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class Together(NamedTuple):
+    """What is queued together.
+
+    Args:
+        queue: Has the loops of the steps.
+        steps: What is queued, in order; no ``CALL``.
+        status: 4 bytes of page-locked memory that the last step has filled; nonzero if something was not finite.
+        flags: Get ``Flag.NON_FINITE`` then.
+        beside: They run on a second stream, on which nothing waits for what is queued on the first.
+        awaited: The engine waits until they are over. Else what is queued on the first stream later does.
+    """
+
+    queue: Queue | None
+    steps: Sequence[Step]
+    status: Bytes
+    flags: Sequence[np.ndarray]
+    beside: bool
+    awaited: bool
+
+
 class Mirror(Protocol):
     """A table of the host that changes, and its ``copy`` on the device."""
 
@@ -154,25 +174,8 @@ class Device(Protocol):
         """Returns the mirror of a table that changes."""
         ...
 
-    def work(
-        self,
-        queue: Queue | None,
-        steps: Sequence[Step],
-        status: Bytes,
-        flags: Sequence[np.ndarray],
-        beside: bool,
-        awaited: bool,
-    ) -> Work | None:
-        """Returns steps in the form for the native engine; None if there is none, and Python must queue them.
-
-        Args:
-            queue: Has the loops of the steps.
-            steps: What is queued, in order; no ``CALL``.
-            status: 4 bytes of page-locked memory that the last step has filled; nonzero if something was not finite.
-            flags: Get ``Flag.NON_FINITE`` then.
-            beside: They run on a second stream, on which nothing waits for what is queued on the first.
-            awaited: The engine waits until they are over. Else what is queued on the first stream later does.
-        """
+    def work(self, together: Together) -> Work | None:
+        """Returns steps in the form for the native engine; None if there is none, and Python must queue them."""
         ...
 
     def loops(self, status: DeviceArray) -> Any:
@@ -446,12 +449,6 @@ class DeviceMemory:
             with self.lock:
                 self.device.upload(self.twin(staging).address, staging)
 
-    def download(self, staging: Bytes) -> None:
-        """Copies the device's copy of staging memory to the host."""
-        if staging.nbytes:
-            with self.lock:
-                self.device.download(staging, self.twin(staging).address)
-
     # Tables
 
     def table(self, table: Any) -> DeviceArray:
@@ -568,7 +565,7 @@ class DeviceKernels:
         """Returns a function that queues a loop, which has no result, with each of these arguments, and keeps them."""
         memory = self.memory
         steps = [Step(Verb.LOOP, (loop, *arguments)) for arguments in calls]
-        work = memory.device.work(self._queue, steps, np.zeros(4, np.uint8), [], False, False)
+        work = memory.device.work(Together(self._queue, steps, np.zeros(4, np.uint8), [], beside=False, awaited=False))
 
         def queue() -> None:
             if work is not None:
