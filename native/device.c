@@ -14,7 +14,7 @@ enum { OF_THIS_THREAD = 1 }; /* CU_STREAM_CAPTURE_MODE_THREAD_LOCAL */
 
 struct ocomm_device {
     ocomm_driver driver;
-    pthread_mutex_t mirrors; /* held while a table is compared and copied */
+    pthread_mutex_t lock; /* held while a table is compared and copied, or the driver's event `turn` is in use */
     ocomm_device_calls calls;
 };
 
@@ -23,12 +23,12 @@ ocomm_device *ocomm_device_new(const ocomm_driver *driver) {
     if (!device)
         return NULL;
     device->driver = *driver;
-    pthread_mutex_init(&device->mirrors, NULL);
+    pthread_mutex_init(&device->lock, NULL);
     return device;
 }
 
 void ocomm_device_free(ocomm_device *device) {
-    pthread_mutex_destroy(&device->mirrors);
+    pthread_mutex_destroy(&device->lock);
     free(device);
 }
 
@@ -78,7 +78,7 @@ static int launch(ocomm_device *device, void *function, int64_t blocks, int64_t 
 static int send_changes(ocomm_device *device, ocomm_mirror *mirror) {
     const ocomm_driver *driver = &device->driver;
     int answer = 0;
-    pthread_mutex_lock(&device->mirrors);
+    pthread_mutex_lock(&device->lock);
     const int32_t k = mirror->next;
     uint8_t *slot = mirror->slots + mirror->nbytes * k;
     if (!mirror->is_sent || memcmp(mirror->table, mirror->sent, (size_t)mirror->nbytes)) {
@@ -95,7 +95,7 @@ static int send_changes(ocomm_device *device, ocomm_mirror *mirror) {
                 answer = -record(driver, mirror->events[k], driver->stream);
         }
     }
-    pthread_mutex_unlock(&device->mirrors);
+    pthread_mutex_unlock(&device->lock);
     return answer;
 }
 
@@ -106,6 +106,20 @@ int ocomm_mirror_send(ocomm_device *device, ocomm_mirror *mirror) {
     int answer = send_changes(device, mirror);
     leave(&device->driver);
     return answer;
+}
+
+int ocomm_device_order(ocomm_device *device, void *first, void *second) {
+    const ocomm_driver *driver = &device->driver;
+    int code = enter(driver);
+    if (code)
+        return code;
+    pthread_mutex_lock(&device->lock);
+    code = record(driver, driver->turn, first);
+    if (!code) /* for what the event has recorded so far, whatever it records later */
+        code = ((int (*)(void *, void *, unsigned))driver->wait)(second, driver->turn, 0);
+    pthread_mutex_unlock(&device->lock);
+    leave(driver);
+    return code;
 }
 
 int ocomm_device_launch(ocomm_device *device, void *function, int64_t blocks, int64_t *parameters, int64_t count) {

@@ -232,6 +232,7 @@ ocomm_counters ocomm_engine_counters(ocomm_engine *engine);
 typedef struct {
     void *push, *pop, *exchange_mode, *upload, *download, *clear, *launch, *record, *query, *wait;
     void *context, *stream, *second; /* the device's own two streams */
+    void *turn;                      /* an event with which streams are ordered */
     int64_t threads, shared_nbytes;  /* of each thread block of a launch */
 } ocomm_driver;
 
@@ -287,6 +288,9 @@ int ocomm_device_run(void *work, int begin);
 /* Queues a copy of the table if it has changed since the last one. Returns 1, and does nothing, if all slots are under way;
  * minus the driver's code on failure. Any thread. */
 int ocomm_mirror_send(ocomm_device *device, ocomm_mirror *mirror);
+/* Makes what is queued on the stream `second` from now on run after what is queued on `first` so far; returns the driver's
+ * code. Any thread. */
+int ocomm_device_order(ocomm_device *device, void *first, void *second);
 /* Queues a launch on the first stream; returns the driver's code. Any thread. */
 int ocomm_device_launch(ocomm_device *device, void *function, int64_t blocks, int64_t *parameters, int64_t count);
 

@@ -27,7 +27,7 @@ from ocomm.collectives.plan import HEADER, Computation, Message, Offload, Plan, 
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import ALIGNMENT, GROUP, Bytes, Memory, Table
 from ocomm.kernels.device import DeviceMemory, Event, Queue, Step, Together, Verb, Work
-from ocomm.kernels.loops import KINDS
+from ocomm.kernels.loops import KINDS, NOT_ON_DEVICES
 from ocomm.transport.nccl import Piece
 from ocomm.types import Flag
 
@@ -167,7 +167,7 @@ def staged(
     Args:
         plan: The plan, with device arrays and staging memory.
         memory: The memory that the arrays are in.
-        results: What each segment gathers, if both host and device need it when the plan is over.
+        results: What each segment gathers, which the device needs when the plan is over.
         direct: All ranks have agreed that payloads follow their headers in messages of their own; those of a device
             leave and reach its own memory. Not for plans in which the host puts messages together.
         intra_node: All ranks have agreed that bridges carry the payloads of stages inside a node.
@@ -184,15 +184,10 @@ def staged(
         seen = [*results[number : number + 1]]
         segment = _Segment(memory, direct, intra_node, f"{plan.name}, segment {number}", of, stages, seen)
         segments.append(segment.stages)
-        for result in seen:
-            if direct:
-                task = DeviceTask(memory)
-                task.download(result)
-                segment.stages[-1].compute.append(Offload("Download", task))
-            else:
-                task = DeviceTask(memory, beside=segment.is_beside, awaited=False)
-                task.upload([result])
-                segment.stages[-1].compute.append(Offload("Upload", task))
+        for result in seen if not direct else ():  # else the device has it already
+            task = DeviceTask(memory, beside=segment.is_beside, awaited=False)
+            task.upload([result])
+            segment.stages[-1].compute.append(Offload("Upload", task))
     return Plan(plan.name, segments, plan.keepalive)
 
 
@@ -285,7 +280,9 @@ class _Segment:
         assert not self._next, "a segment that ends with a transfer"
 
     def _computed(self, stage: Stage) -> list[Computation]:
-        """Returns the stage's computations, those that are not about headers as tasks of the device."""
+        """Returns the stage's computations, as tasks of the device those that are not about headers and not the
+        host's.
+        """
         # Payloads that go over a bridge stay on the device.
         stays = stage.intra_node and self._intra_node is not None
         compute: list[Computation] = []
@@ -296,6 +293,10 @@ class _Segment:
                 task = None
                 for message in c.messages if isinstance(c, plans.WriteHeaders) else ():
                     self._at_hand.remove(message[: self._heads[_address(message)]])
+                continue
+            if isinstance(c, plans.Loop) and c.name in NOT_ON_DEVICES:
+                compute += [*self._fetched(c), c]
+                task = None
                 continue
             # What reads or writes by addresses in a table stays where these tables are copied.
             beside = self.is_beside and isinstance(c, plans.Loop) and not c.declaration.has("Tensors")
@@ -310,6 +311,16 @@ class _Segment:
                 if not stays and self._of_host.touch(written):
                     task.download(written)
         return compute
+
+    def _fetched(self, c: plans.Loop) -> list[Offload]:
+        """Returns what brings to the host what a loop reads there, if that has been gathered on the device."""
+        if not self._direct:
+            return []
+        task = DeviceTask(self._memory)
+        for argument, given in zip(c.declaration.arguments, c.arguments, strict=True):
+            if argument.kind == "Gathered":
+                task.download(given)
+        return [Offload("Download", task)]
 
     def _missing(self, parts: Iterable[Bytes]) -> list[Bytes]:
         """Returns those parts of staging memory that the device does not have, adjacent ones as one."""

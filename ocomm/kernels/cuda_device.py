@@ -20,7 +20,7 @@ from ocomm._native import lib
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import Bytes, Table
 from ocomm.kernels.cuda import CudaKernels, Launch, function_of, require_compiler
-from ocomm.kernels.cuda_work import CudaMirror, CudaWork, launch, native_device
+from ocomm.kernels.cuda_work import CudaMirror, CudaWork, launch, native_device, order
 from ocomm.kernels.device import DeviceArray, DeviceMemory, Together
 
 #: Packages of the compiler, for CUDA 12 or 13.
@@ -143,7 +143,8 @@ class CudaDevice:
         self.idle_events: list[Any] = []
         self.make_room: Callable[[], None] | None = None
         self._stream, self._second = self.new_stream(), self.new_stream()
-        self.native = native_device(int(self._context), int(self._stream), int(self._second))
+        context, streams, turn = int(self._context), (int(self._stream), int(self._second)), int(self.new_event())
+        self.native = native_device(context, *streams, turn)
         #: Handles of the kernels, by name.
         self._functions: dict[str, int] = {}
 
@@ -213,6 +214,8 @@ class CudaDevice:
     @staticmethod
     def check(code: int) -> None:
         """Raises HorovodInternalError with the driver's words if a call of C's has failed."""
+        if not code:
+            return
         try:
             result = driver.CUresult(code)
         except ValueError:  # of a driver that is newer than cuda.bindings
@@ -243,7 +246,7 @@ class CudaDevice:
 
     def second_follows(self) -> None:
         """Makes what is queued on the second stream from now on run after what is queued on the first so far."""
-        self._order(self._stream, self._second)
+        order(self, int(self._stream), int(self._second))
 
     def require_kernels(self) -> None:
         """Raises ImportError, with the versions installed, if kernels cannot be compiled and loaded. May take seconds
@@ -271,19 +274,10 @@ class CudaDevice:
         _check(driver.cuThreadExchangeStreamCaptureMode(_OF_THIS_THREAD))
 
     def follow(self, stream: int) -> None:
-        self._order(_framework(stream), self._stream)
+        order(self, _framework(stream), int(self._stream))
 
     def precede(self, stream: int) -> None:
-        self._order(self._stream, _framework(stream))
-
-    def _order(self, first: Any, second: Any) -> None:
-        """Makes what is queued on ``second`` from now on run after what is queued on ``first`` now."""
-        with self.current():
-            event = self.new_event()
-            _check(driver.cuEventRecord(event, first))
-            _check(driver.cuStreamWaitEvent(second, event, 0))
-            # This waits for what the event has recorded so far, whatever it records later.
-            self.idle_events.append(event)
+        order(self, int(self._stream), _framework(stream))
 
 
 def _installed(names: tuple[str, ...]) -> Iterator[str]:
@@ -292,9 +286,9 @@ def _installed(names: tuple[str, ...]) -> Iterator[str]:
             yield f"{name} {metadata.version(name)}"
 
 
-def _framework(stream: int) -> Any:
-    """Returns a framework's stream. 0 is the legacy default stream, whatever cuda.bindings takes it for."""
-    return driver.CUstream(stream or driver.CU_STREAM_LEGACY)
+def _framework(stream: int) -> int:
+    """Returns a framework's stream. 0 is the legacy default stream, whatever the driver's library takes it for."""
+    return stream or int(driver.CU_STREAM_LEGACY)
 
 
 class _Loops:

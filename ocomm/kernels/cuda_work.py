@@ -33,13 +33,13 @@ _FUNCTIONS = {
 }
 
 
-def native_device(context: int, stream: int, second: int) -> Any:
-    """Returns the ``ocomm_device`` of a context and its two streams."""
+def native_device(context: int, stream: int, second: int, turn: int) -> Any:
+    """Returns the ``ocomm_device`` of a context, its two streams and an event of its own."""
     library = ctypes.CDLL("libcuda.so.1")  # which cuda.bindings has loaded
     driver = ffi.new("ocomm_driver *")
     for name, function in _FUNCTIONS.items():
         setattr(driver, name, _pointer(ctypes.cast(getattr(library, function), ctypes.c_void_p).value or 0))
-    driver.context, driver.stream, driver.second = map(_pointer, (context, stream, second))
+    driver.context, driver.stream, driver.second, driver.turn = map(_pointer, (context, stream, second, turn))
     driver.threads, driver.shared_nbytes = THREADS, SHARED_NBYTES
     device = lib.ocomm_device_new(driver)
     if device == ffi.NULL:
@@ -55,6 +55,11 @@ def launch(device: CudaDevice, launched: Launch) -> None:
     device.check(
         lib.ocomm_device_launch(device.native, function, launched.thread_blocks, given, len(launched.parameters))
     )
+
+
+def order(device: CudaDevice, first: int, second: int) -> None:
+    """Makes what is queued on the stream ``second`` from now on run after what is queued on ``first`` so far."""
+    device.check(lib.ocomm_device_order(device.native, _pointer(first), _pointer(second)))
 
 
 class CudaMirror:

@@ -543,8 +543,9 @@ class DeviceKernels:
         self._of_host = CpuKernels()
         self._status = self.memory.device.pinned(4).view(np.int32)
         self._asking = threading.Lock()  # held while `_status` or one of the following is in use
-        #: By loop and number of addresses: the addresses and sizes of the last sums, and what was made of them.
-        self._sums: dict[tuple[str, int], tuple[bytes, NDArray[np.int64], Any, Any]] = {}
+        #: By loop and number of addresses: the addresses and sizes of the last sums, what was made of them, and what
+        #: queues the loop.
+        self._sums: dict[tuple[str, int], tuple[bytes, NDArray[np.int64], Any, Any, Any]] = {}
 
     def __getattr__(self, loop: str) -> Any:
         if loop not in LOOPS:
@@ -628,16 +629,17 @@ class DeviceKernels:
         memory, key = self.memory, (loop, addresses.size)
         given = addresses.tobytes() + counts.tobytes() + tails.tobytes()
         with self._asking, memory.lock:
-            known, of, table, sums = self._sums.get(key, (b"", np.zeros(0, np.int64), None, None))
+            known, of, table, sums, queue = self._sums.get(key, (b"", np.zeros(0, np.int64), None, None, None))
             if known != given:
                 pieces, of = _cut(addresses, counts, tails)
                 if table is None or table.size != pieces.size:
                     if len(self._sums) == _SUMS:
                         self._sums.clear()
                     table, sums = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
+                    queue = self.batch(loop, [(table, sums)])
                 memory.assign(table.view(np.uint8), pieces.view(np.uint8))
-                self._sums[key] = given, of, table, sums
-            self._queue.call(loop, table, sums)
+                self._sums[key] = given, of, table, sums, queue
+            queue()
             spare = memory.spare(max(sums.nbytes, 1))
             found = spare[: sums.nbytes]
             if found.size:

@@ -248,9 +248,11 @@ class Core(abc.ABC):
         """
         return (self.errors.worker, self.errors.server, *[self.result(k) for k in segments])
 
-    def is_finite(self, segment: int) -> bool:
-        """Returns True if the gathered averages are finite. The same on all ranks, since all have the same bytes."""
-        return self.kernels.finite_scales(self.segments[segment].layout.blocks, self.result(segment))
+    def look(self, segment: int, flags: Flags) -> list[Computation]:
+        """Returns what a segment's exchange ends with: a look at what was gathered, which sets ``flags`` if something
+        is not finite. The same on all ranks, since all have the same bytes.
+        """
+        return [loop(Kernels.finite_scales, flags, self.segments[segment].layout.blocks, self.result(segment))]
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
         """Returns one bit per flat element, 1 = masked, or None if nothing of the segment is masked."""

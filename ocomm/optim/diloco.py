@@ -219,7 +219,7 @@ class DiLoCo(Core):
             np.subtract(self.anchor[span], value, out=self.delta[span])
 
     def read_by_address(self) -> list[Any]:
-        return [self.delta]
+        return [self.delta, self._averages]
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that compresses delta plus the worker error."""
@@ -244,14 +244,14 @@ class DiLoCo(Core):
             return super().average(segment, received, flags)
         return self._codes.average(self.segments[segment].layout, received, self.result(segment), flags)
 
-    def is_finite(self, segment: int) -> bool:
-        """Returns True if the gathered averages are finite, and unpacks them. The same on all ranks."""
-        blocks, result = self.segments[segment].layout.blocks, self.result(segment)
+    def look(self, segment: int, flags: Flags) -> list[Computation]:
+        """Returns what unpacks the gathered averages, and looks at them."""
+        layout, result = self.segments[segment].layout, self.result(segment)
         if self._codes is None:
-            self.kernels.unpack(blocks, result, None, self._averages)
+            unpack = loop(Kernels.unpack, None, layout.blocks, result, None, self._averages)
         else:
-            self.kernels.unpack_codes(blocks, result, self.codec.bits, self._averages)
-        return self.kernels.finite(blocks, self._average_rows)
+            unpack = self._codes.unpack(layout, result, self._averages)
+        return [unpack, loop(Kernels.finite, flags, layout.blocks, self._average_rows)]
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Moves the anchors of the fragment, and takes over errors. ``averages`` has what traveled dense."""

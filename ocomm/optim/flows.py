@@ -85,7 +85,7 @@ class Flow(abc.ABC):
         """Returns the plan for the buffers that this step reads and writes."""
 
     def _results(self) -> list[Bytes]:
-        """Returns what each segment gathers, if the host needs it, too."""
+        """Returns what each segment gathers, if a device needs it after the step."""
         return []
 
     def is_finite(self) -> bool:
@@ -145,11 +145,14 @@ class CompressedFlow(Flow):
         #: The flags that ``average`` sets, which are not sent: all ranks see an average that overflows in the result,
         #: and headers say which rank had a bad gradient.
         self._average_flags = np.zeros(1, np.uint32)
+        #: The flags that ``look`` sets, the same on all ranks.
+        self._result_flags = np.zeros(1, np.uint32)
+
+    def prepare(self) -> Any:
+        self._result_flags[0] = 0
+        return super().prepare()
 
     def _results(self) -> list[Bytes]:
-        # In the direct form a device has the averages already, and without scales the host does not read them.
-        if self.wire.direct and not self.core.codec.group:
-            return []
         return [self.core.result(k) for k in range(len(self.segments))]
 
     def _plan(self) -> Plan:
@@ -164,11 +167,13 @@ class CompressedFlow(Flow):
 
             compress = core.compress(k, staging.send, segment_header.node_flags)
             node_sum = core.node_sum(segment)
-            stages.append(compressed_segment(staging, segment_header, core.result(k), compress, average, node_sum))
+            cut = compressed_segment(staging, segment_header, core.result(k), compress, average, node_sum)
+            cut[-1].compute += core.look(k, self._result_flags)
+            stages.append(cut)
         return Plan(f"{self.wire.name}: compressed", stages)
 
     def is_finite(self) -> bool:
-        return all(self.core.is_finite(k) for k in range(len(self.segments)))
+        return not self._result_flags[0]
 
     def memory(self) -> dict[str, int]:
         held = dict.fromkeys(("send", "receive", "node_staging"), 0)

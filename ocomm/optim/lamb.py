@@ -222,7 +222,7 @@ class Lamb(OneBitAdam):
             segment.previous,
             segment.result if dense is None else None,
             dense,
-            preconditioner.mask if preconditioner.masked[tensor] else None,
+            preconditioner.mask_of([tensor]),
             preconditioner.floors(part.numbers),
             preconditioner.denominator,
             self.fresh,

@@ -185,8 +185,7 @@ class OneBitAdam(Core):
         return self._exchange
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
-        preconditioner = self.preconditioner
-        return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
+        return self.preconditioner.mask_of(layout.tensors)
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that writes this step's momentum into ``packed``. It reads gradients and, if the decay is
@@ -250,10 +249,10 @@ class OneBitAdam(Core):
         A segment's ``previous`` is what has just been committed, ``result`` what was there before, None at first. If
         the momentum was dense before, it still is.
         """
-        masks, calls = self.preconditioner.masked.any(), []
+        calls = []
         for segment in self.segments:
             assert isinstance(segment, MomentumSegment) and segment.previous is not None
-            mask = self.segment_mask(segment.layout) if masks else None
+            mask = self.segment_mask(segment.layout)
             calls.append((segment.layout.blocks, self.tensors, segment.previous, self.preconditioner.denominator, mask))
         self.for_each("apply", calls)
 
@@ -379,7 +378,7 @@ class OneBitAdam(Core):
             segment.previous = None
         self.stage[:] = Stage.WARMUP
         self._exchange = None
-        self.preconditioner.masked[:] = 0
+        self.preconditioner.unmask()
         super().load_state(state)
         if self.sharded is not None:
             self.sharded.load_state(state.get("sharded", {}))

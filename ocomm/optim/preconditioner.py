@@ -7,7 +7,7 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class Preconditioner:
         #: Number of masked elements per tensor, and of all elements that have been woken.
         self.masked = np.zeros(count, np.int64)
         self.woken = 0
+        self._with_masked: set[int] = set()  # the tensors that have any
         self.eps = np.zeros(count, np.float32)
         #: What a step is divided by, flat.
         self.denominator = np.zeros(0, np.float32)
@@ -117,7 +118,14 @@ class Preconditioner:
         span = self._mask_span(tensor)
         self.mask[span] = mask
         self.param_memory.changed(self.mask[span])
-        self.masked[tensor] = int(np.unpackbits(mask).sum())
+        self._count_masked(tensor, int(np.unpackbits(mask).sum()))
+
+    def _count_masked(self, tensor: int, count: int) -> None:
+        self.masked[tensor] = count
+        if count:
+            self._with_masked.add(tensor)
+        else:
+            self._with_masked.discard(tensor)
 
     def _block_means(self, tensor: int, root: Floats, masked: NDArray[np.bool_]) -> Floats:
         """Returns the mean of ``root`` over each block's unmasked elements, or the tensor's for a block without any;
@@ -155,6 +163,15 @@ class Preconditioner:
         return np.float32(self.variance_floor) * self.block_root[blocks]
 
     # Masked elements
+
+    def mask_of(self, tensors: Iterable[int]) -> Bytes | None:
+        """Returns the mask, or None if no element of ``tensors`` is masked."""
+        return None if self._with_masked.isdisjoint(tensors) else self.mask
+
+    def unmask(self) -> None:
+        """Forgets which elements are masked, before a state is loaded."""
+        self.masked[:] = 0
+        self._with_masked.clear()
 
     def masked_elements(self, tensor: int) -> NDArray[np.bool_]:
         """Returns one bool per element of a tensor: whether it is masked."""
@@ -197,7 +214,7 @@ class Preconditioner:
             denominator[start] = root + self.eps[tensor]
             if self.param_memory.is_device:
                 self.denominator[self.layout.flat_span(tensor)] = denominator
-            self.masked[tensor] -= start.size
+            self._count_masked(tensor, int(self.masked[tensor]) - start.size)
             woken += start.size
         self.woken += woken
         return woken

@@ -251,8 +251,7 @@ class ZeroOneAdam(Core):
         return Exchange(compressed & self.is_sync, dense | (compressed & self.is_refresh), local)
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:
-        preconditioner = self.preconditioner
-        return preconditioner.mask if preconditioner.masked[layout.tensor_indices].any() else None
+        return self.preconditioner.mask_of(layout.tensors)
 
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that compresses the sum of updates since the last sync, with this step's, divided by the
@@ -635,7 +634,7 @@ class ZeroOneAdam(Core):
                     flat_floats(tensors[tensor][name], spec.numel, f"{name} of {spec.name!r}")
         # The parameters are those of the state, so local steps taken before are forgotten, not undone.
         self._start_interval()
-        self.preconditioner.masked[:] = 0
+        self.preconditioner.unmask()
         super().load_state(state)
         self.allocate()
         for tensor, tensor_state in enumerate(tensors):

@@ -111,14 +111,15 @@ class Exchange:
         self.kernels: list[Any] = [cpu_kernels() if d is None else DeviceKernels(d) for d in devices]
         rng = np.random.default_rng(5)
         numel = self.layout.flat_numel
-        self.plans, self.errors, self.outs, self.flags = [], [], [], []
+        self.plans, self.errors, self.outs, self.flags, self.looked = [], [], [], [], []
         for rank, kernels in enumerate(self.kernels):
             home = kernels.memory
             values, error, server_error, out = (
                 home.zeros(n) for n in (numel, numel, self.layout.owned_numel(rank), numel)
             )
             values[:] = rng.normal(size=numel).astype(np.float32)
-            stages, results = [], []
+            stages, results, looked = [], [], np.zeros(1, np.uint32)
+            self.looked.append(looked)
             for layout in self.layout.segments([0], rank, self.layout.numel // 8 // segments):
                 (env,) = said = headers_of(rank, 1, layout.signature("onebit-l1"))
                 said.begin(1, 0, 9, 0)
@@ -134,7 +135,10 @@ class Exchange:
                     return loop(Kernels.average, f, s.owned_blocks, rows, origin, e, e, None, "l1", r)
 
                 stages.append(compressed_segment(staging, env, result, compress, average))
-                stages[-1][-1].compute.append(loop(Kernels.unpack, None, layout.blocks, result, None, out))
+                stages[-1][-1].compute += [
+                    loop(Kernels.finite_scales, looked, layout.blocks, result),
+                    loop(Kernels.unpack, None, layout.blocks, result, None, out),
+                ]
                 results.append(result)
                 self.flags.append(env.flags)
             self.plans.append(staged(Plan("compressed", stages), home, results, direct))
@@ -157,6 +161,22 @@ def test_a_staged_plan_leaves_the_bits_of_the_plan_in_either_form(kind: str, siz
             for _ in range(3):
                 assert states(submit(channels, exchange.plans)) == [State.DONE] * size
     assert forms[0].held() == forms[1].held() == forms[2].held()
+
+
+@pytest.mark.parametrize("form", ["host", "staged", "direct"])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_rank_sees_an_average_that_overflows_on_its_owner(kind: str, form: str) -> None:
+    devices = [None if form == "host" else FakeDevice(reached=form == "direct") for _ in range(3)]
+    exchange = Exchange(3, devices, direct=form == "direct")
+    home, error = exchange.errors[3]  # rank 1's as a server
+    with world_of(kind, 3) as world:
+        channels = world.channels()
+        assert states(submit(channels, exchange.plans)) == [State.DONE] * 3
+        assert [int(flags[0]) for flags in exchange.looked] == [0] * 3
+        error[-64:] = np.full(64, np.inf, np.float32)
+        home.host(error)  # waits for the copy
+        assert states(submit(channels, exchange.plans)) == [State.DONE] * 3
+    assert [int(flags[0]) for flags in exchange.looked] == [Flag.NON_FINITE] * 3
 
 
 @pytest.mark.parametrize("kind", ENGINES)

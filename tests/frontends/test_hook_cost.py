@@ -81,3 +81,27 @@ def test_a_bucket_is_posted_with_seven_calls_in_python_and_few_in_c() -> None:
     assert [posted for _, _, posted in posting] == [1] * 8
     assert posting[0][0] <= 12 and posting[0][1] <= 9 + 3 * per_bucket  # it submits the plan
     assert all(python <= 7 and c <= 4 + 3 * per_bucket for python, c, _ in posting[1:])
+
+
+def test_a_segment_costs_step_six_calls_in_python() -> None:
+    """Those that move parameters. What looks at the averages is in the plan, which C runs beside the training thread."""
+
+    def step(numel: int) -> tuple[int, int]:
+        def body(session: Session) -> tuple[int, int]:
+            parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(4)]
+            gradients = [torch.randn(numel) for _ in parameters]
+            for gradient in gradients:
+                gradient[0] = 0  # so that an element is masked
+            optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters), freeze_step=2)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                calls, _ = calls_of(lambda _: optimizer.step(), None)
+            return calls, len(optimizer._stepper.flows.flows[0].segments)
+
+        return run_ranks(1, body)[0]
+
+    (few_calls, few), (many_calls, many) = step(1 << 17), step(1 << 20)
+    assert many >= 2 * few
+    assert many_calls - few_calls <= 6 * (many - few)
