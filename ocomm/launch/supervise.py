@@ -319,6 +319,9 @@ class _Job:
         self._words = ""
         self._here_until_s = time.monotonic() + patience_s
         self._end_s: float | None = None  # time by which the launcher must have ended
+        self._is_terminated = False  # has the launcher been asked to end?
+        self._offspring: dict[int, str] = {}  # its processes when it was, and when they were started
+        self._looked_s = 0.0  # when hosts were looked for last
         self._process = subprocess.Popen(
             argv,
             env=environ,
@@ -362,41 +365,60 @@ class _Job:
 
     def watch(self, server: Server, supervisor: Supervisor) -> int:
         """Waits until the launcher has ended, and returns its exit status."""
-        terminated = False
-        offspring: dict[int, str] = {}
-        looked_s = 0.0
         while (code := self._process.poll()) is None:
             self._listen(server)
             now_s = time.monotonic()
-            if self._end_s is None and (supervisor.is_asked_to_end or self._reported or self._vanished):
-                self._end_s = now_s + (0.0 if supervisor.is_asked_to_end else END_S)
-            if self._end_s is None and len(self._hosts) < self.ranks and now_s > self._here_until_s:
-                _say(f"ranks {list(self._never_came())} have not come to init() in time")
-                self._end_s = now_s
+            self._decide_end(supervisor.is_asked_to_end, now_s)
             if self._end_s is not None:
-                if supervisor.is_asked_to_end:
-                    self._end_s = min(self._end_s, now_s)
-                if now_s >= self._end_s and not terminated:
-                    terminated = True
-                    offspring = processes.offspring(self._process.pid)
-                    self._process.terminate()
-                if now_s >= self._end_s + _KILL_S:
-                    processes.kill_group(self._process.pid)
-            elif now_s - looked_s >= _DISCOVERY_S:
-                looked_s = now_s
-                if not self._told and supervisor.wants_others():
-                    self._told = True
-                    _say("the hosts have changed; the ranks make way at their next commit")
-                    self._tell(self._lines)
+                self._end(self._end_s, now_s)
+            elif now_s - self._looked_s >= _DISCOVERY_S:
+                self._looked_s = now_s
+                self._look_for_hosts(supervisor)
             supervisor.generations.committed(self.commit)
-        # Ranks may have said more than was heard while they ran, above all why they end.
+        self._hear_the_rest(server)
+        supervisor.generations.committed(self.commit)
+        self._clear_up()
+        if code == 0 and (self._reported or self._vanished):
+            return 1  # Open MPI's launcher ends with this status if it has lost a host
+        return code if code >= 0 else 128 - code
+
+    def _decide_end(self, is_asked_to_end: bool, now_s: float) -> None:
+        """Sets the time by which the launcher must have ended, if there is a reason why it should."""
+        if is_asked_to_end:
+            self._end_s = now_s if self._end_s is None else min(self._end_s, now_s)
+        elif self._end_s is not None:
+            return
+        elif self._reported or self._vanished:
+            self._end_s = now_s + END_S
+        elif len(self._hosts) < self.ranks and now_s > self._here_until_s:
+            _say(f"ranks {list(self._never_came())} have not come to init() in time")
+            self._end_s = now_s
+
+    def _end(self, end_s: float, now_s: float) -> None:
+        """Ends the launcher if it should have ended by ``end_s`` and has not, some time later without asking it."""
+        if now_s >= end_s and not self._is_terminated:
+            self._is_terminated = True
+            self._offspring = processes.offspring(self._process.pid)
+            self._process.terminate()
+        if now_s >= end_s + _KILL_S:
+            processes.kill_group(self._process.pid)
+
+    def _look_for_hosts(self, supervisor: Supervisor) -> None:
+        if not self._told and supervisor.wants_others():
+            self._told = True
+            _say("the hosts have changed; the ranks make way at their next commit")
+            self._tell(self._lines)
+
+    def _hear_the_rest(self, server: Server) -> None:
+        """Takes in what ranks have said and was not heard while they ran, above all why they end."""
         last_s = time.monotonic() + END_S
         while self._listen(server) and time.monotonic() < last_s:
             pass
-        supervisor.generations.committed(self.commit)
-        # Ends processes that the launcher has left on this machine: an ssh to a lost host keeps our output open.
-        processes.kill_group(self._process.pid)
-        for pid, started in offspring.items():
+
+    def _clear_up(self) -> None:
+        """Ends the processes that the launcher has left on this machine, and the connections to ranks."""
+        processes.kill_group(self._process.pid)  # an ssh to a lost host keeps our output open
+        for pid, started in self._offspring.items():
             if processes.start_of(pid) == started:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -404,9 +426,6 @@ class _Job:
             reader.join(1.0)
         for line in self._lines:
             line.close()
-        if code == 0 and (self._reported or self._vanished):
-            return 1  # Open MPI's launcher ends with this status if it has lost a host
-        return code if code >= 0 else 128 - code
 
     def _tell(self, lines: Sequence[AuthenticatedSocket] | Mapping[AuthenticatedSocket, int]) -> None:
         for line in list(lines):

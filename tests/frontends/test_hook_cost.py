@@ -84,7 +84,7 @@ def test_a_bucket_is_posted_with_seven_calls_in_python_and_few_in_c() -> None:
 
 
 def test_a_segment_costs_step_six_calls_in_python() -> None:
-    """Those that move parameters. What looks at the averages is in the plan, which C runs beside the training thread."""
+    """Those that move parameters. What looks at the averages is in the plan, which C runs."""
 
     def step(numel: int) -> tuple[int, int]:
         def body(session: Session) -> tuple[int, int]:
