@@ -1,7 +1,7 @@
 """``DistributedOptimizer`` with ``Compression.int8`` or ``int4``: any optimizer, on averages of gradients in codes.
 
 The exchange has a fixed layout, a vote and error feedback, like those of the 1-bit optimizers (``compressed``); hooks
-hand gradients over while backward goes on. What the user sees is what ``ocomm_torch.optimizer`` shows: gradients are
+hand gradients over while backward goes on. What the user sees is what ``ocomm_torch.averaging`` shows: gradients are
 averages when ``backward()`` returns, or ``synchronize()`` where backward has not reached every parameter.
 
 Ranks wait for each other at the end of backward, where gradients of several optimizers may have come in different

@@ -343,14 +343,14 @@ MUTATIONS = [
     ),
     Mutation(
         "Torch: a changed gradient is not noticed",
-        "ocomm_torch/optimizer.py",
+        "ocomm_torch/averaging.py",
         "            if changed:\n                raise",
         "            if False:\n                raise",
         "frontends/test_torch_edits.py frontends/test_torch_optimizer.py",
     ),
     Mutation(
         "Torch: fp16 overflow is not reduced again",
-        "ocomm_torch/optimizer.py",
+        "ocomm_torch/averaging.py",
         "if not has_overflowed(self._compression, tensors, grads):",
         "if True:",
         "frontends/test_torch_fp16_compression.py",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ocomm.session import Session
-from ocomm_torch import DistributedOptimizer, Sum, allgather, grouped_allreduce, mpi_ops, optimizer
+from ocomm_torch import DistributedOptimizer, Sum, allgather, averaging, grouped_allreduce, mpi_ops
 from ocomm_torch.mpi_ops import TorchAdapter
 from tests.frontends.onebit_jobs import digest
 from tests.worlds import run_ranks
@@ -92,8 +92,8 @@ def trained(rank: int) -> str:
 def test_a_gradient_is_sent_when_its_copy_is_over_and_backward_goes_on_meanwhile(
     asked: int, waited: int, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "FIRST_BUCKET_NBYTES", 1)  # each gradient fills one
-    monkeypatch.setattr(optimizer, "BUCKET_NBYTES", 1)
+    monkeypatch.setattr(averaging, "FIRST_BUCKET_NBYTES", 1)  # each gradient fills one
+    monkeypatch.setattr(averaging, "BUCKET_NBYTES", 1)
     expected = run_ranks(2, lambda s: trained(s.require_topology().rank))
     adapter = use(asked)
 

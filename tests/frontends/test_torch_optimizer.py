@@ -17,7 +17,7 @@ from ocomm import operations  # noqa: E402
 from ocomm.errors import InvalidRequestError, StallError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.types import Settings  # noqa: E402
-from ocomm_torch import optimizer as optimizers  # noqa: E402
+from ocomm_torch import averaging  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 STEPS, BATCH = 5, 24
@@ -631,8 +631,8 @@ class TestBuckets:
             return prepare(session, adapter, call, *rest)
 
         monkeypatch.setattr(operations, "prepare_allreduce", record)
-        monkeypatch.setattr(optimizers, "FIRST_BUCKET_NBYTES", first)
-        monkeypatch.setattr(optimizers, "BUCKET_NBYTES", others)
+        monkeypatch.setattr(averaging, "FIRST_BUCKET_NBYTES", first)
+        monkeypatch.setattr(averaging, "BUCKET_NBYTES", others)
         return submitted
 
     # Gradients arrive as 2.weight (64 bytes), 2.bias (4), 0.weight (384), 0.bias (64), in an order that is Torch's.
