@@ -47,3 +47,17 @@ def test_a_part_without_anything_to_run_on_is_no_failure_and_an_unknown_one_is(t
     done = rehearse(tmp_path, "spede", "staging")
     assert done.returncode == 1 and "there is no part 'spede'" in done.stdout
     assert (tmp_path / "gpu-staging.json").exists(), "one part does not keep another from running"
+
+
+def test_the_hosts_part_of_a_step_is_measured_on_a_device_that_computes_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+    output = tmp_path / "host.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.host", "--rounds", "2", "--json", str(output)],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())["us"]
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(
+        ("backward", "before", "between", "after"), 2
+    )
