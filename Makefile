@@ -57,9 +57,9 @@ FAST := tests/unit tests/contract tests/architecture --ignore=tests/architecture
 # The CUDA kernels in numba's simulator: a run of its own, because numba reads the variable when it is imported.
 SIMULATED := tests/contract/test_cuda.py tests/frontends/test_torch_cuda.py
 # What processes and MPI itself can show and threads cannot, a file for each subject: messages, collectives, the runtime,
-# process sets, memory, compiled steps, the optimizers' exchange, devices, nodes.
+# process sets, compiled steps, the optimizers' exchange, devices, nodes.
 ON_TWO_RANKS := tests/contract/test_transport.py tests/world/test_collectives.py tests/world/test_runtime.py \
-    tests/world/test_memory.py tests/frontends/test_torch_compile.py tests/frontends/test_torch_lion.py
+    tests/frontends/test_torch_compile.py tests/frontends/test_torch_lion.py
 ON_FOUR_RANKS := tests/contract/test_transport.py tests/world/test_hierarchical.py tests/world/test_process_sets.py
 # TensorFlow's tests run in jobs of their own: what a graph leaves behind is collected in some later test, and was once
 # seen to keep a rank there for longer than the others wait.

@@ -16,6 +16,7 @@ from ocomm.bench._lab import why_not
 from tests.cluster.harms import Harm
 from tests.cluster.jobs import LIMIT_S, ROOT
 from tests.cluster.test_ocommrun import has_mpi
+from tests.tiers import few
 
 pytestmark = [
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),
@@ -122,7 +123,7 @@ def step(state):
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", few([signal.SIGINT, signal.SIGKILL], [signal.SIGKILL]))
 def test_ranks_end_with_their_ocommrun(number: signal.Signals, tmp_path: Path) -> None:
     step = """
 def step(state):

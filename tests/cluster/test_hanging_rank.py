@@ -15,7 +15,11 @@ PATIENCE_S = 3
 
 
 @pytest.mark.parametrize(
-    "launcher", [[], [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2"]], ids=["threads", "mpirun"]
+    "launcher",
+    [
+        pytest.param([], marks=pytest.mark.long, id="threads"),
+        pytest.param([str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", "2"], id="mpirun"),
+    ],
 )
 def test_a_hanging_rank_ends_the_run_with_its_stack(launcher: list[str]) -> None:
     command = [*launcher, sys.executable, "-m", "pytest", "-q", "-s", str(Path(__file__).with_name("hanging_rank.py"))]

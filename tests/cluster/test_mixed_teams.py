@@ -93,6 +93,7 @@ def ocommrun(seed: int) -> list[str]:
     return re.findall(r"digest (\w+)", done.stdout)
 
 
+@pytest.mark.long
 def test_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
     alone = [run_ranks(2, lambda session, seed=seed: exchanges(seed)) for seed in (1, 2)]
     with ThreadPoolExecutor(2) as pool:

@@ -110,7 +110,10 @@ class TestFit:
     @pytest.mark.parametrize(
         "make",
         [
-            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0), groups=2),
+            pytest.param(
+                lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0), groups=2),
+                marks=pytest.mark.long,
+            ),
             lambda: hvd.DistributedOptimizer(
                 keras.optimizers.AdamW(3e-3, weight_decay=1e-2, global_clipnorm=1.0), compression=hvd.Compression.fp16
             ),
@@ -119,8 +122,11 @@ class TestFit:
                 backward_passes_per_step=2,
                 gradient_predivide_factor=2.0,
             ),
-            lambda: hvd.DistributedOptimizer(
-                keras.optimizers.Adam(3e-3, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5)
+            pytest.param(
+                lambda: hvd.DistributedOptimizer(
+                    keras.optimizers.Adam(3e-3, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5)
+                ),
+                marks=pytest.mark.long,
             ),
         ],
         ids=["momentum", "decay and fp16", "passes and schedule", "accumulation and averages"],
@@ -139,9 +145,15 @@ class TestFit:
         "make",
         [
             lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)),
-            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=3),
-            lambda: hvd.DistributedOptimizer(
-                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+            pytest.param(
+                lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=3),
+                marks=pytest.mark.long,
+            ),
+            pytest.param(
+                lambda: hvd.DistributedOptimizer(
+                    keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
+                ),
+                marks=pytest.mark.long,
             ),
             lambda: hvd.DistributedLion(keras.optimizers.SGD(1e-3, gradient_accumulation_steps=3)),
         ],

@@ -29,6 +29,7 @@ from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import KINDS
 from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import digest, gradients, initial
+from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 
 GPU = torch.cuda.is_available()
@@ -91,7 +92,7 @@ def test_what_has_scales_is_near(kind: str, on_host_and_gpu: Any) -> None:
     assert np.linalg.norm(apart) < 0.05 * np.linalg.norm(moved)
 
 
-@pytest.mark.parametrize("place", ["host", "files"])
+@pytest.mark.parametrize("place", few(["host", "files"], ["host"]))
 def test_offloaded_steps_have_every_bit_of_the_hosts(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,6 +350,7 @@ hvd.barrier()
 """
 
 
+@pytest.mark.long  # two jobs, of which the first waits for its end
 @alone_in_a_job
 def test_a_job_that_begins_again_with_the_same_store_says_nothing_of_the_one_before(tmp_path: Path) -> None:
     store = str(tmp_path / "store")

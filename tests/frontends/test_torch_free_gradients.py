@@ -4,6 +4,7 @@ keeps them.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tests.frontends.every_kind import whole_state
 from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
 from tests.frontends.test_torch_device import parameters_of, rank_of, some_gradients
+from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
@@ -103,8 +105,10 @@ def test_the_bits_are_the_same_where_the_state_is_offloaded(options: dict[str, A
     assert run_ranks(2, lambda s: trained(rank_of(s), free_gradients=True, offload=True, **options)) == expected
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize(
+    ("engine", "offload"),
+    few(itertools.product(["native", "python"], [False, True]), [("native", True), ("python", False)]),
+)
 def test_all_gradients_but_those_of_the_last_bucket_are_gone_when_backward_is_over(
     engine: str, offload: bool, on_devices: Any
 ) -> None:

@@ -668,6 +668,7 @@ def test_shards_have_the_bits_of_the_simulation_and_replicas_are_equal() -> None
 
 
 @in_a_job
+@pytest.mark.long
 def test_diloco_of_shards_has_the_bits_of_plain_tensors_and_a_replica_steps_as_one() -> None:
     found = job("local")
     for rank, said in enumerate(found):

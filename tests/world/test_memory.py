@@ -18,6 +18,7 @@ def data_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(MPI_SIZE not in (0, 2), reason="one process, or two ranks of an MPI job")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's /proc")
 def test_ten_thousand_steps_leave_memory_as_it_was() -> None:

@@ -20,6 +20,7 @@ from ocomm.kernels import cpu_kernels
 from ocomm.transport.local import Fabric
 from ocomm.types import Nodes
 from tests.oracle.hierarchical import Simulation
+from tests.tiers import few
 from tests.worlds import MPI_SIZE
 
 pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="about one process")
@@ -46,9 +47,7 @@ def drive(ranks: Sequence[Rank], values: Sequence[np.ndarray]) -> list[np.ndarra
     return [rank.allreduce.finish(ticket, 0.0) for rank, ticket in zip(ranks, tickets, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("count", "per_node"), [(64, 1), (256, 8), (256, 1), pytest.param(1024, 8, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("count", "per_node"), few([(64, 1), (256, 8), (256, 1), (1024, 8)], [(64, 1), (256, 8)]))
 def test_every_rank_has_the_bits_of_the_simulation(count: int, per_node: int) -> None:
     numel = 2 * 4096 + 77
     nodes = nodes_of(count, per_node)
