@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
-from ocomm.launch import check, guard, loopback, reach, session_folder
+from ocomm.launch import check, guard, loopback, reach, session_directory
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
 from ocomm.launch.flags import ELASTIC_TIMEOUT_S, is_elastic, make_parser, settings_of, without_meaning
@@ -273,6 +273,6 @@ def _become(line: CommandLine) -> NoReturn:
         if line.may_hang:
             guard.start(line.argv[0])
         environ = {**os.environ, **line.added_environ}
-        os.execve(line.argv[0], line.argv, {**environ, **session_folder.added_environ(os.getpid(), environ)})
+        os.execve(line.argv[0], line.argv, {**environ, **session_directory.added_environ(os.getpid(), environ)})
     except OSError as error:
         raise LaunchError(f"{error.filename or line.argv[0]}: {error.strerror}; nothing was started.") from None

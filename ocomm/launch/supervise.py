@@ -25,7 +25,7 @@ from typing import IO, Any
 from ocomm import json_values
 from ocomm.errors import LaunchError
 from ocomm.json_values import expect
-from ocomm.launch import processes, reach, session_folder
+from ocomm.launch import processes, reach, session_directory
 from ocomm.launch.command import LaunchRequest, build
 from ocomm.launch.flavour import Launcher
 from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
@@ -89,7 +89,7 @@ class Supervisor:
         self._kept: dict[str, int] = {}  # states of the script, and the last commit of each
         self._used: dict[str, bool] = {}  # the hosts of all generations, and whether each is this machine
         self._key = secrets.token_bytes(32)
-        self._place = ""  # where the running generation's launcher has its folder; "" for the usual place
+        self._session_folder = ""  # of the running generation's launcher; "" for the usual one
         given = request.environ.get("OCOMM_ELASTIC_FOLDER")
         self._is_own_folder = not given
         token = secrets.token_hex(4)
@@ -145,8 +145,8 @@ class Supervisor:
                 continue
             job = self._start(step, states, server.port)
             code = job.watch(server, self)
-            if self._place:
-                shutil.rmtree(self._place, ignore_errors=True)
+            if self._session_folder:
+                shutil.rmtree(self._session_folder, ignore_errors=True)
             if self._asked_to_end:
                 break
             now_s = time.monotonic()
@@ -249,9 +249,9 @@ class Supervisor:
         if line.make_directory is not None:
             make_folder(line.make_directory)
         environ = {**self.request.environ, **line.added_environ, KEY: self._key.hex()}
-        if self.launcher.flavour.is_open_mpi and self._is_here and session_folder.BASE not in environ:
+        if self.launcher.flavour.is_open_mpi and self._is_here and session_directory.BASE not in environ:
             # One that is killed leaves a folder, which the launcher of a later generation could not have.
-            environ[session_folder.BASE] = self._place = session_folder.new_place()
+            environ[session_directory.BASE] = self._session_folder = session_directory.new_folder()
         return _Job(line.argv, environ, step, self.generations.limits.patience_s, self._view, self._kept)
 
     def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:

@@ -423,10 +423,7 @@ class ProcessSet:
     def _begin(self, response: Response, found: Sequence[tuple[str, Handle]]) -> None:
         """Begins what the ranks have agreed on: submits its plan, opens its channel, or ends it with its fault."""
         parts = _by_handle(found)
-        for handle in parts:
-            if handle.timeline is not None:
-                for position in parts[handle]:
-                    handle.timeline.end(handle.submission.requests[position].name + self._suffix)
+        self._note_agreement(parts)
         if response.fault:
             for handle, positions in parts.items():
                 handle.complete(positions, error=_FAULTS[response.fault](response.error))
@@ -435,27 +432,37 @@ class ProcessSet:
             return
         tensors = [(handle.submission, handle.positions[name]) for name, handle in found]
         with self._failing_together(found):
-            asked = [submission.requests[position].kind.name for submission, position in tensors[:1]]
-            if len(found) != len(response.names) or asked != [response.kind.name]:
-                raise ValueError(
-                    f"{response.kind.name} of {len(response.names)} tensors, {response.names[0]!r} first; this rank "
-                    f"has asked for {asked} of {len(found)} of them"
-                )
+            _check_asked(response, tensors)
+        self._learn(response, tensors)
+        with self._failing_together(found):
+            if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
+                self._channels.begin(found[0][1])
+            else:
+                self._start(response, tensors, parts)
+
+    def _note_agreement(self, parts: Mapping[Handle, list[int]]) -> None:
+        """Ends the negotiation of these tensors in timelines."""
+        for handle, positions in parts.items():
+            if handle.timeline is not None:
+                for position in positions:
+                    handle.timeline.end(handle.submission.requests[position].name + self._suffix)
+
+    def _learn(self, response: Response, tensors: Sequence[tuple[Submission, int]]) -> None:
+        """Notes the numbers that stand for requests from now on, and what the tuner goes by."""
         if response.cache_ids:
             for name, (submission, position), number in zip(response.names, tensors, response.cache_ids, strict=True):
                 if number >= 0:
                     self._cache.learn(name, number, submission.requests[position])
-        if response.kind in (Kind.CHANNEL, Kind.DUPLICATE):
-            with self._failing_together(found):
-                self._channels.begin(found[0][1])
-            return
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
             self._tuner.note(response.names, nbytes, self.clock())
-        with self._failing_together(found):
-            plan, result, scratch = self._planner.plan(response, tensors, self.bridged)
-            channel = self._channels.negotiated
-            ticket = channel.submit(channel.prepare(plan), self.settings.stall_shutdown_s, True)
+
+    def _start(
+        self, response: Response, tensors: Sequence[tuple[Submission, int]], parts: dict[Handle, list[int]]
+    ) -> None:
+        plan, result, scratch = self._planner.plan(response, tensors, self.bridged)
+        channel = self._channels.negotiated
+        ticket = channel.submit(channel.prepare(plan), self.settings.stall_shutdown_s, True)
         running = _Running(ticket, parts, result, scratch, plan.keepalive)
         if self.timeline is not None:
             running.submitted_ns = time.monotonic_ns()
@@ -576,6 +583,16 @@ def no_thread(rank: int) -> HorovodInternalError:
         f"rank {rank}: ocomm's background thread has ended, so this will never be over. Its error is in this rank's "
         "output; a process that was forked from a rank has none."
     )
+
+
+def _check_asked(response: Response, tensors: Sequence[tuple[Submission, int]]) -> None:
+    """Raises ValueError if this rank has not asked for what a response names."""
+    asked = [submission.requests[position].kind.name for submission, position in tensors[:1]]
+    if len(tensors) != len(response.names) or asked != [response.kind.name]:
+        raise ValueError(
+            f"{response.kind.name} of {len(response.names)} tensors, {response.names[0]!r} first; this rank "
+            f"has asked for {asked} of {len(tensors)} of them"
+        )
 
 
 def _by_handle(entries: Sequence[tuple[str, Handle]]) -> dict[Handle, list[int]]:

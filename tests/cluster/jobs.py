@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ocomm.launch.session_folder import BASE
+from ocomm.launch.session_directory import BASE
 from ocomm.runtime.own_address import free_port
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 
