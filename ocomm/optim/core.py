@@ -258,11 +258,15 @@ class Core(abc.ABC):
         """Returns one bit per flat element, 1 = masked, or None if nothing of the segment is masked."""
         return None
 
-    def is_dense_finite(self, blocks: Table, averages: Table) -> bool:
-        """Returns True if the averages of ``blocks`` can be used. The same on all ranks. ``averages`` has their
-        addresses.
+    def look_at_dense(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
+        """Returns what a dense segment's exchange ends with, as ``look`` does. ``averages`` has the addresses."""
+        return [loop(Kernels.finite, flags, segment.blocks, averages)]
+
+    def can_use(self, blocks: Table, averages: Table) -> bool:
+        """Returns True if the dense averages of ``blocks``, which are finite, can be used. The same on all ranks.
+        ``averages`` has their addresses.
         """
-        return self.kernels.finite(blocks, averages)
+        return True
 
     def is_local_finite(self, tensors: Sequence[int]) -> bool:
         """Returns True if this rank's gradients of tensors that do not travel in this step are finite."""

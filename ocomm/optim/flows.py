@@ -76,6 +76,8 @@ class Flow(abc.ABC):
         self.keeps = [core.borrowed, *core.read_by_address()]
         #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
+        #: The flags that looks at averages set, the same on all ranks.
+        self._result_flags = np.zeros(1, np.uint32)
         #: The presence bits heard last, and the tensors that some rank has according to them.
         self._heard: bytes = b""
         self._anywhere: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -90,10 +92,11 @@ class Flow(abc.ABC):
 
     def is_finite(self) -> bool:
         """Returns True if the averages are finite. The same on all ranks, since all have the same bytes."""
-        return True
+        return not self._result_flags[0]
 
     def prepare(self) -> Any:
         """Returns the prepared plan for the buffers that this step reads and writes."""
+        self._result_flags[0] = 0
         built_in = self._built_in()
         key = tuple([id(part) if isinstance(part, (np.ndarray, DeviceArray)) else part for part in built_in])
         found = self._plans.get(key)
@@ -145,12 +148,6 @@ class CompressedFlow(Flow):
         #: The flags that ``average`` sets, which are not sent: all ranks see an average that overflows in the result,
         #: and headers say which rank had a bad gradient.
         self._average_flags = np.zeros(1, np.uint32)
-        #: The flags that ``look`` sets, the same on all ranks.
-        self._result_flags = np.zeros(1, np.uint32)
-
-    def prepare(self) -> Any:
-        self._result_flags[0] = 0
-        return super().prepare()
 
     def _results(self) -> list[Bytes]:
         return [self.core.result(k) for k in range(len(self.segments))]
@@ -171,9 +168,6 @@ class CompressedFlow(Flow):
             cut[-1].compute += core.look(k, self._result_flags)
             stages.append(cut)
         return Plan(f"{self.wire.name}: compressed", stages)
-
-    def is_finite(self) -> bool:
-        return not self._result_flags[0]
 
     def memory(self) -> dict[str, int]:
         held = dict.fromkeys(("send", "receive", "node_staging"), 0)
@@ -199,7 +193,7 @@ class DenseFlow(Flow):
         super().__init__(core, wire, groups, parts, core.built_in_dense)
         self._averages = averages
         self._plan_memory: list[Bytes] = []
-        #: The blocks of all segments, which are looked at together.
+        #: The blocks of all segments.
         self._blocks = np.concatenate([segment.blocks for segment in self.segments]) if self.segments else None
 
     def _plan(self) -> Plan:
@@ -211,6 +205,7 @@ class DenseFlow(Flow):
             where = source, self._averages, segment.runs()
             cut, used = dense_segment(self.wire.rank, core.layout.nodes, segment_header, *where, core.param_memory)
             cut[0].compute[:0] = before
+            cut[-1].compute += core.look_at_dense(segment, self._averages, self._result_flags)
             stages.append(cut)
             memory += used
         self._plan_memory += memory
@@ -221,7 +216,7 @@ class DenseFlow(Flow):
         self._plan_memory.clear()
 
     def is_finite(self) -> bool:
-        return self._blocks is None or self.core.is_dense_finite(self._blocks, self._averages)
+        return super().is_finite() and (self._blocks is None or self.core.can_use(self._blocks, self._averages))
 
     def memory(self) -> dict[str, int]:
         return {"dense_staging": sum(memory.nbytes for memory in self._plan_memory)}
@@ -265,6 +260,7 @@ class LowBitFlow(DenseFlow):
             compress = codes.compress(segment, core.tensors, staging.send, segment_header.node_flags)
             stages = compressed_segment(staging, segment_header, gathered, compress, average, core.node_sum(segment))
             stages[-1].compute.append(codes.unpack(segment, gathered, self._flat))
+            stages[-1].compute += core.look_at_dense(segment, self._averages, self._result_flags)
             plan.append(stages)
         return Plan(f"{self.wire.name}: dense", plan)
 
@@ -330,7 +326,9 @@ class Gathering:
 
 
 class ShardedFlow(DenseFlow):
-    """Averages in float32 for the owners of blocks alone, in ``core.sharded``, and later what they send back."""
+    """Averages in float32 for the owners of blocks alone, in ``core.sharded``, and later what they send back. Each rank
+    says in the vote whether its averages are finite.
+    """
 
     compressor = "sharded"
 
@@ -352,9 +350,6 @@ class ShardedFlow(DenseFlow):
             for staging, segment_header in zip(self._lanes.staging, self.segment_headers, strict=True)
         ]
         return Plan(f"{self.wire.name}: dense", stages, [*self._lanes.memory, self._sharded.average], LANES)
-
-    def is_finite(self) -> bool:
-        return True  # each rank has said in the vote whether its averages are
 
     def memory(self) -> dict[str, int]:
         return {"dense_staging": sum(memory.nbytes for memory in self._lanes.memory)}

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.collectives.plan import Loop, loop
+from ocomm.collectives.plan import Computation, Loop, loop
 from ocomm.compression.layout import Layout, SegmentLayout, all_blocks, runs_of
 from ocomm.errors import SettingsError
 from ocomm.kernels.base import Bytes, Floats, Kernels, Table
@@ -278,7 +278,11 @@ class ZeroOneAdam(Core):
         masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
         return (*super().built_in(segments), *masks, self._update)
 
-    def is_dense_finite(self, blocks: Table, averages: Table) -> bool:
+    def look_at_dense(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
+        """Returns nothing: ``can_use`` looks at the squares."""
+        return []
+
+    def can_use(self, blocks: Table, averages: Table) -> bool:
         """Returns True if the squares of the averages, which v needs, are finite."""
         with np.errstate(over="ignore", invalid="ignore"):
             return all(np.isfinite(part * part).all() for part in self._parts(blocks, averages))

@@ -504,6 +504,19 @@ def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_s
         assert downloaded == downloads * segments
 
 
+@pytest.mark.parametrize("kind", ["1-bit Adam, dense", "SoftSignSGD"])
+def test_a_dense_step_never_waits_for_the_device(kind: str, on_devices: Any) -> None:
+    on_devices([0, 1])
+
+    def body(session: Session) -> list[int]:
+        seen: list[int] = []
+        trained(kind, rank_of(session), 6, watch=lambda optimizer, _: seen.append(optimizer.kernels.memory.waits))
+        return seen
+
+    for seen in run_ranks(2, body):
+        assert len(set(seen[2:])) == 1, seen
+
+
 @pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "SoftSignSGD", "Lion"])
 def test_parameters_are_written_behind_what_torch_was_given_to_do_before_the_step(kind: str, on_devices: Any) -> None:
     """A forward pass between backward and step, say, when all buckets are on their way already."""
