@@ -636,6 +636,20 @@ MUTATIONS = [
         "unit/test_supervisor.py",
     ),
     Mutation(
+        "optim: what was gathered is not looked at",
+        "ocomm/optim/flows.py",
+        "cut[-1].compute += core.look(k, self._result_flags)",
+        "pass",
+        "frontends/test_torch_onebit.py",
+    ),
+    Mutation(
+        "optim: what a look has found stays found",
+        "ocomm/optim/flows.py",
+        "self._result_flags[0] = 0",
+        "pass",
+        "frontends/test_torch_onebit.py",
+    ),
+    Mutation(
         "optim: headers of gradients without the learning rate",
         "ocomm/optim/buckets.py",
         "flow.segment_headers.begin(step + 1, attempt, hyper, 0, lr)",

@@ -182,6 +182,35 @@ def test_finite_gradients_whose_average_overflows_are_no_ranks_fault() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("freeze_step", [2, 100], ids=["compressed", "dense"])
+def test_a_step_whose_average_overflows_leaves_nothing_behind(freeze_step: int) -> None:
+    """Also where each rank's scale is finite and only that of their average is not."""
+
+    def body(session: Session) -> None:
+        rank = rank_of(session)
+        shapes = (4097,), (1,)
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        adam = torch.optim.Adam(parameters, lr=1e-2, betas=(0.0, 0.999))
+        optimizer = DistributedOneBitAdam(adam, freeze_step=freeze_step, scale="l1")
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            grads = gradients(number, rank, shapes)
+            backward(parameters, grads if number != 5 else [grads[0], np.full(1, 3e38, np.float32)], (1, 0))
+            optimizer.step()
+
+        for number in range(1, 5):
+            step(number)
+        before = state_digest(parameters, optimizer)
+        with pytest.raises(NonFiniteError, match="the gradients of all ranks are finite, but their average"):
+            step(5)
+        assert state_digest(parameters, optimizer) == before
+        step(6)
+        assert state_digest(parameters, optimizer) != before
+
+    run_ranks(2, body)
+
+
 def test_a_variance_that_has_overflowed_says_what_made_it_so() -> None:
     def grads(step: int, rank: int) -> list[np.ndarray | None]:
         result = gradients(step, rank)
