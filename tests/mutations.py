@@ -636,14 +636,14 @@ MUTATIONS = [
         "unit/test_supervisor.py",
     ),
     Mutation(
-        "optim: what was gathered is not looked at",
+        "optim: what was gathered is not checked",
         "ocomm/optim/flows.py",
-        "cut[-1].compute += core.look(k, self._result_flags)",
+        "cut[-1].compute += core.check_averages(k, self._result_flags)",
         "pass",
         "frontends/test_torch_onebit.py",
     ),
     Mutation(
-        "optim: what a look has found stays found",
+        "optim: what a check has found stays found",
         "ocomm/optim/flows.py",
         "self._result_flags[0] = 0",
         "pass",

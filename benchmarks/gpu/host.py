@@ -45,6 +45,8 @@ from ocomm_torch import placement as placements
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("backward", "before", "between", "after")
 WARMUP = 6
+#: A step takes 0.2 s, and to compile the kernels half a minute.
+LIMIT_S = 600
 
 
 class OnFakeDriver(placements.CudaPlacement):
@@ -169,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             subprocess.run(["gcc", *flags, source, "-o", library, "-ldl"], check=True)
             environ = {**os.environ, "LD_LIBRARY_PATH": folder}
             words = [sys.executable, "-m", "benchmarks.gpu.host", "--here", *(sys.argv[1:] if argv is None else argv)]
-            return subprocess.run(words, env=environ, check=False).returncode
+            return subprocess.run(words, env=environ, timeout=LIMIT_S, check=False).returncode
     from ocomm.kernels.cuda_device import CudaDevice
 
     torch.set_num_threads(1)

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
-from ocomm.kernels.cpu import CpuKernels
 from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
 from ocomm.kernels.reference import CHECKSUM_SPREAD
 from ocomm.types import DType, ReduceOp
@@ -540,7 +539,6 @@ class DeviceKernels:
         self.name = device.name
         self.memory = DeviceMemory(device, timeout_s)
         self._queue = Queue(self.memory)
-        self._of_host = CpuKernels()
         self._status = self.memory.device.pinned(4).view(np.int32)
         self._asking = threading.Lock()  # held while `_status` or one of the following is in use
         #: By loop and number of addresses: the addresses and sizes of the last sums, what was made of them, and what
@@ -576,10 +574,6 @@ class DeviceKernels:
                 self._queue.call(loop, *arguments)
 
         return queue
-
-    def finite_scales(self, blocks: Table, packed: Bytes) -> bool:
-        """Does what the host does: gathered messages are in its memory."""
-        return bool(self._of_host.finite_scales(blocks, packed))
 
     def checksum(self, data: Any, part: int = WHOLE) -> int:
         """Returns the checksum of a device array."""

@@ -107,7 +107,7 @@ class Birder(SoftSignSGD):
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         return (*super().built_in(segments), self.amsgrad)
 
-    def look(self, segment: int, flags: Flags) -> list[Computation]:
+    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
         """Returns nothing: signs are finite. What a worker cannot compute is in the flags of its messages."""
         return []
 

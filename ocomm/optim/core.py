@@ -248,8 +248,8 @@ class Core(abc.ABC):
         """
         return (self.errors.worker, self.errors.server, *[self.result(k) for k in segments])
 
-    def look(self, segment: int, flags: Flags) -> list[Computation]:
-        """Returns what a segment's exchange ends with: a look at what was gathered, which sets ``flags`` if something
+    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
+        """Returns what a segment's exchange ends with: a check of what was gathered, which sets ``flags`` if something
         is not finite. The same on all ranks, since all have the same bytes.
         """
         return [loop(Kernels.finite_scales, flags, self.segments[segment].layout.blocks, self.result(segment))]
@@ -258,8 +258,8 @@ class Core(abc.ABC):
         """Returns one bit per flat element, 1 = masked, or None if nothing of the segment is masked."""
         return None
 
-    def look_at_dense(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
-        """Returns what a dense segment's exchange ends with, as ``look`` does. ``averages`` has the addresses."""
+    def check_dense_averages(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
+        """Returns what a dense segment's exchange ends with, as ``check_averages`` does. ``averages`` has addresses."""
         return [loop(Kernels.finite, flags, segment.blocks, averages)]
 
     def can_use(self, blocks: Table, averages: Table) -> bool:

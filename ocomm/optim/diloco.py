@@ -244,8 +244,8 @@ class DiLoCo(Core):
             return super().average(segment, received, flags)
         return self._codes.average(self.segments[segment].layout, received, self.result(segment), flags)
 
-    def look(self, segment: int, flags: Flags) -> list[Computation]:
-        """Returns what unpacks the gathered averages, and looks at them."""
+    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
+        """Returns what unpacks the gathered averages, and checks them."""
         layout, result = self.segments[segment].layout, self.result(segment)
         if self._codes is None:
             unpack = loop(Kernels.unpack, None, layout.blocks, result, None, self._averages)

@@ -76,7 +76,7 @@ class Flow(abc.ABC):
         self.keeps = [core.borrowed, *core.read_by_address()]
         #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
-        #: The flags that looks at averages set, the same on all ranks.
+        #: The flags that checks of averages set, the same on all ranks.
         self._result_flags = np.zeros(1, np.uint32)
         #: The presence bits heard last, and the tensors that some rank has according to them.
         self._heard: bytes = b""
@@ -165,7 +165,7 @@ class CompressedFlow(Flow):
             compress = core.compress(k, staging.send, segment_header.node_flags)
             node_sum = core.node_sum(segment)
             cut = compressed_segment(staging, segment_header, core.result(k), compress, average, node_sum)
-            cut[-1].compute += core.look(k, self._result_flags)
+            cut[-1].compute += core.check_averages(k, self._result_flags)
             stages.append(cut)
         return Plan(f"{self.wire.name}: compressed", stages)
 
@@ -205,7 +205,7 @@ class DenseFlow(Flow):
             where = source, self._averages, segment.runs()
             cut, used = dense_segment(self.wire.rank, core.layout.nodes, segment_header, *where, core.param_memory)
             cut[0].compute[:0] = before
-            cut[-1].compute += core.look_at_dense(segment, self._averages, self._result_flags)
+            cut[-1].compute += core.check_dense_averages(segment, self._averages, self._result_flags)
             stages.append(cut)
             memory += used
         self._plan_memory += memory
@@ -260,7 +260,7 @@ class LowBitFlow(DenseFlow):
             compress = codes.compress(segment, core.tensors, staging.send, segment_header.node_flags)
             stages = compressed_segment(staging, segment_header, gathered, compress, average, core.node_sum(segment))
             stages[-1].compute.append(codes.unpack(segment, gathered, self._flat))
-            stages[-1].compute += core.look_at_dense(segment, self._averages, self._result_flags)
+            stages[-1].compute += core.check_dense_averages(segment, self._averages, self._result_flags)
             plan.append(stages)
         return Plan(f"{self.wire.name}: dense", plan)
 

@@ -118,7 +118,7 @@ class Lion(OneStageCore):
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         return self.momentum, self.zero_up, self.gradient_scale, *[self.result(k) for k in segments]
 
-    def look(self, segment: int, flags: Flags) -> list[Computation]:
+    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
         """Returns nothing: signs are finite. What a worker cannot compute is in the flags of its messages."""
         return []
 

@@ -278,8 +278,8 @@ class ZeroOneAdam(Core):
         masks = self.preconditioner.masked.tobytes(), self.preconditioner.mask
         return (*super().built_in(segments), *masks, self._update)
 
-    def look_at_dense(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
-        """Returns nothing: ``can_use`` looks at the squares."""
+    def check_dense_averages(self, segment: SegmentLayout, averages: Table, flags: Flags) -> list[Computation]:
+        """Returns nothing: ``can_use`` checks the squares."""
         return []
 
     def can_use(self, blocks: Table, averages: Table) -> bool:

@@ -460,6 +460,7 @@ class ProcessSet:
     def _start(
         self, response: Response, tensors: Sequence[tuple[Submission, int]], parts: dict[Handle, list[int]]
     ) -> None:
+        """Submits the plan of what the ranks have agreed on."""
         plan, result, scratch = self._planner.plan(response, tensors, self.bridged)
         channel = self._channels.negotiated
         ticket = channel.submit(channel.prepare(plan), self.settings.stall_shutdown_s, True)
