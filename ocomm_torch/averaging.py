@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from ocomm import operations
 from ocomm import session as sessions
 from ocomm.agreement import digest
-from ocomm.api import Average
+from ocomm.api import Average, Sum
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
 from ocomm.operations import ProcessSet
 from ocomm.optim.grid import Grid
@@ -42,7 +42,7 @@ from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.loss_scaling import SharesOverflows
 from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, inside
-from ocomm_torch.mpi_ops import adapter_of, sparse_allreduce_async
+from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.tensor_memory import is_dtensor, why_untrainable
@@ -604,7 +604,7 @@ class AveragingOptimizer(NamesParameters):
         """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
 
         Collective over the process set. Gradients that ``closure`` computes are averaged, too. Returns the closure's
-        loss, or None. Raises HorovodInternalError if an exchange failed.
+        loss, or None; for LBFGS the loss of all ranks. Raises HorovodInternalError if an exchange failed.
         """
         if self._should_synchronize:
             if self._synchronized and self._is_distributed:
@@ -626,9 +626,22 @@ class AveragingOptimizer(NamesParameters):
         def averaged_closure() -> Any:
             loss = closure()
             self._complete()
-            return loss
+            return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
         return super().step(averaged_closure)
+
+    def _reduced_loss(self, loss: Any) -> Any:
+        """Returns the loss whose gradient the averaged gradients are. LBFGS ends its iterations, and chooses the length
+        of its steps, by the loss: ranks that looked at their own would part, or wait for each other.
+        """
+        if not self._is_distributed:
+            return loss
+        op = self._op if self._op in (Average, Sum) else Average
+        name = f"loss of DistributedOptimizer{self._ending}"
+        if isinstance(loss, Tensor):
+            return allreduce(loss.detach(), name=name, op=op, process_set=self._process_set)
+        precise = torch.tensor(loss, dtype=torch.float64)
+        return allreduce(precise, name=name, op=op, process_set=self._process_set).item()
 
     # Torch wraps step() of every optimizer class to call hooks; that of the wrapped optimizer is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]

@@ -198,6 +198,41 @@ class TestAgainstOneProcess:
         assert_equal_ranks(results)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("search", [None, "strong_wolfe"])
+    def test_lbfgs_decides_by_the_loss_of_all_ranks(self, search: str | None, size: int) -> None:
+        # Larger on the first part, so that ranks that looked at their own loss would choose other steps.
+        weights = torch.where(torch.arange(BATCH) < BATCH // size, 5.0, 0.1)[:, None]
+
+        def train(rank: int, parts: int, wrap: Callable[..., Any]) -> tuple[list[Any], list[float], int]:
+            model, calls = make_model(), 0
+            options = {"lr": 0.2, "max_iter": 6, "tolerance_change": 1.0, "line_search_fn": search}
+            optimizer = wrap(torch.optim.LBFGS(model.parameters(), **options), model)
+            losses = []
+            for x, y in batches():
+
+                def closure(x: Any = x, y: Any = y) -> Any:
+                    nonlocal calls
+                    calls += 1
+                    optimizer.zero_grad()
+                    x, y, w = (part(values, rank, parts) for values in (x, y, weights))
+                    loss = (w * (model(x) - y).square()).mean()
+                    loss.backward()
+                    return loss if search is None else loss.item()
+
+                losses.append(float(torch.as_tensor(optimizer.step(closure)).detach()))
+            return [p.detach().clone() for p in model.parameters()], losses, calls
+
+        def distributed(optimizer: Any, model: Any) -> Any:
+            return hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+        found = run_ranks(size, lambda session: train(hvd.rank(), size, distributed))
+        assert_equal_ranks([parameters for parameters, _, _ in found])
+        assert len({(*losses, calls) for _, losses, calls in found}) == 1
+        expected, losses, calls = train(0, 1, lambda optimizer, model: optimizer)
+        torch.testing.assert_close(found[0][0], expected, rtol=1e-3, atol=1e-4)
+        assert found[0][1] == pytest.approx(losses, rel=1e-3) and found[0][2] == calls
+
 
 class TestUnevenGradients:
     def test_a_missing_gradient_counts_as_zeros(self) -> None:
