@@ -142,6 +142,7 @@ class _AveragedLossScale(_AveragesGradients):
         """Applies averages like the wrapped optimizer: an inf on one rank is one on all, which skip the step
         together.
         """
+        refuse_loss_scaling_outside(Distributed, SCALES_ALREADY)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self.ocomm_exchanges += 1
         averages = self._averaging(list(grads), variables, self)
@@ -204,6 +205,9 @@ class _KeepsErrors(Distributed):
     def ocomm_reconnect(self: Any, keep: bool = True) -> None:
         """Joins the current ranks after ``shutdown`` and ``init``. Collective. ``keep``: errors are kept."""
         self._coded.reconnect(sessions.current(), keep)
+
+
+SCALES_ALREADY = "Leave it out: the distributed optimizer scales the loss already."
 
 
 def refuse_loss_scaling_outside(agreeing: Any = (), instead: str = "") -> None:

@@ -19,7 +19,7 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras_optimizer import Distributed, accumulators, refuse_keras_2
+from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators, refuse_keras_2
 
 
 class _OfKeras3(keras.callbacks.Callback):
@@ -59,6 +59,9 @@ class _Callback(_OfKeras3):
         """
         optimizer = self.model.optimizer
         averages_itself = type(self.model).train_step is not keras.Model.train_step
+        # What is inside refuses to be there in its first step, and says what to do instead.
+        if isinstance(optimizer, LossScaleOptimizer) and isinstance(optimizer.inner_optimizer, Distributed):
+            return
         if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not averages_itself:
             raise InvalidRequestError(
                 f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "

@@ -36,6 +36,7 @@ from ocomm_tf.keras.frontend import KerasFrontend
 from ocomm_tf.keras.gpu import GpuFrontend, device_of
 from ocomm_tf.keras.masters import LOW_PRECISION
 from ocomm_tf.keras_optimizer import (
+    SCALES_ALREADY,
     Distributed,
     LossScaleOptimizer,
     check_wrappable,
@@ -353,6 +354,7 @@ class _AgreedLossScale(Distributed):
         """Applies gradients like the wrapped optimizer. They are divided in float32, because many quotients are too
         small for float16.
         """
+        refuse_loss_scaling_outside(Distributed, SCALES_ALREADY)
         self.ocomm_exchanges += 1
         return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 

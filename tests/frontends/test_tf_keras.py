@@ -771,6 +771,20 @@ class TestNeverAlone:
         run_ranks(2, body)
 
     @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
+    @pytest.mark.parametrize(
+        ("policy", "instead"), [("float32", "Wrap it the other"), ("mixed_float16", "Leave it out")]
+    )
+    def test_loss_scaling_on_the_outside_is_refused_in_fit(self, policy: str, instead: str, wrap: Any) -> None:
+        def body(session: Session) -> None:
+            keras.config.set_dtype_policy(policy)  # of this thread
+            model = make_model()
+            compiled(model, keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(0.1))))
+            with pytest.raises(InvalidRequestError, match=instead):
+                fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
     def test_models_that_differ_are_named(self, wrap: Any) -> None:
         def body(session: Session) -> None:
             model = compiled(make_model(hidden=48 + hvd.rank()), wrap(keras.optimizers.SGD(0.1)))
