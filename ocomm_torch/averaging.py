@@ -638,10 +638,10 @@ class AveragingOptimizer(NamesParameters):
             return loss
         op = self._op if self._op in (Average, Sum) else Average
         name = f"loss of DistributedOptimizer{self._ending}"
-        if isinstance(loss, Tensor):
-            return allreduce(loss.detach(), name=name, op=op, process_set=self._process_set)
-        precise = torch.tensor(loss, dtype=torch.float64)
-        return allreduce(precise, name=name, op=op, process_set=self._process_set).item()
+        is_tensor = isinstance(loss, Tensor)
+        own = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.float64)
+        reduced = allreduce(own, name=name, op=op, process_set=self._process_set)
+        return reduced if is_tensor else reduced.item()
 
     # Torch wraps step() of every optimizer class to call hooks; that of the wrapped optimizer is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
