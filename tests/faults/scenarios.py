@@ -307,6 +307,12 @@ def pmi(calls: Calls) -> list[str]:
             for peer in service._pmi.values():
                 peer.close()
             for client in clients:
+                with contextlib.suppress(OSError):
+                    client._watch._connection.shutdown(socket.SHUT_RDWR)
+            # One that heard of it only after this would end the process, not its thread.
+            if not _until(lambda: all(thread.name != "ocomm-pmi" for thread in threading.enumerate())):
+                found.append("a rank waits for ever for the PMI service")
+            for client in clients:
                 client._watch.close()
     found += [f"rank {rank} does not know why: {why}" for rank, why in problems.items() if not why]
     return found
