@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, settings
 from ocomm import session as sessions
 from tests.worlds import MPI_SIZE
 
+# Ranks are threads, and each would have a team of Torch's threads of its own. Read when Torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples in every run, and a busy machine is no reason to fail. HYPOTHESIS_PROFILE=default takes new ones.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Those of `make fuzz`, by the seed that it prints.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +24,14 @@ def initial(shapes: Sequence[tuple[int, ...]] = SHAPES, seed: int = 5) -> list[n
 
 def gradients(step: int, rank: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[np.ndarray | None]:
     """Gradients of one rank and step: noise around a common direction, scales that differ between tensors."""
+    return [array.copy() for array in _gradients(step, rank, tuple(shapes))]
+
+
+@functools.lru_cache(maxsize=1000)  # ranks, simulations and tests ask for the same ones
+def _gradients(step: int, rank: int, shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
     shared = np.random.default_rng([11, step])
     own = np.random.default_rng([12, step, rank])
-    result: list[np.ndarray | None] = []
+    result = []
     for number, shape in enumerate(shapes):
         common = shared.normal(size=shape)
         result.append(((common + own.normal(size=shape)) * 10.0 ** (-number)).astype(np.float32))

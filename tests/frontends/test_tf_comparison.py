@@ -136,11 +136,13 @@ def told(
 
     def body(session: Session) -> tuple[int, str]:
         rank = session.require_topology().rank
+        model = make_model(seed(rank))
         optimizer = keras.optimizers.AdamW(**{"learning_rate": 1e-3, **adam})
         if "tape" not in way:
             optimizer = hvd.DistributedOptimizer(optimizer)
+        optimizer.build(model.trainable_variables)  # a graph that did would be traced twice
         try:
-            WAYS[way](make_model(seed(rank)), optimizer, change, rank, steps)
+            WAYS[way](model, optimizer, change, rank, steps)
         except (MismatchError, tf.errors.FailedPreconditionError, tf.errors.UnknownError) as error:
             return optimizer.now, str(error)
         return -1, ""

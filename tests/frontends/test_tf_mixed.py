@@ -119,6 +119,7 @@ def train_torch(wrap: Callable[..., Any], rank: int, steps: int = 30, decays: bo
 def train_keras(wrap: Callable[..., Any], rank: int, steps: int = 30, decays: bool = False) -> dict[str, np.ndarray]:
     model = keras_model()
     model.compile(wrap(), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.optimizer.build(model.trainable_variables)  # a graph that did would be traced twice
     for step, (x, y) in enumerate(batches(rank, steps)):
         if decays:
             model.optimizer.learning_rate = rate(step, steps)
@@ -433,8 +434,8 @@ def resumed(folder: Path, wrap: str, how: str, factor: float = 1.0, **options: A
         more = {"warm_start": True} if goes_on and is_warm else {}
         optimizer = getattr(hvd, wrap)(adam(), names=NAMES, **options, **more)
         model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        optimizer.build(model.trainable_variables)
         if goes_on:
-            optimizer.build(model.trainable_variables)
             model.load_weights(file)
         for x, y in batches(1, 8)[4:] if goes_on else batches(1, 4):
             model.train_on_batch(x.transpose(0, 2, 3, 1), y)

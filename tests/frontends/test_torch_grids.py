@@ -546,7 +546,7 @@ def test_weights_of_two_names_that_begin_equal_on_two_stages_are_a_warning(caplo
 
 
 #: Programs that `make test` runs, in one job: to import Torch on four ranks takes longer than each of them.
-TOGETHER = ("pipeline", "dense", "placed", "regrid")
+TOGETHER = ("pipeline", "dense", "placed")
 
 
 def job(name: str) -> list[dict[str, Any]]:
@@ -693,6 +693,7 @@ def test_offloaded_shards_have_the_bits_of_others_and_half_of_the_state() -> Non
 
 
 @in_a_job
+@pytest.mark.long
 def test_a_dense_state_loads_into_another_grid() -> None:
     words = [
         "the dense state is of DistributedOneBitAdam, the optimizer is DistributedZeroOneAdam",

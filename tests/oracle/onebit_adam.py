@@ -282,10 +282,9 @@ class Simulation:
 
 def _lane_sum(values: Array) -> F:
     """Lane k of 32 sums elements k, k + 32, ...; lanes fold by halves."""
-    lanes = np.zeros(32, F)
-    for start in range(0, values.size, 32):
-        part = values[start : start + 32]
-        lanes[: part.size] += part
+    rows = np.zeros((1 + -(-values.size // 32), 32), F)
+    rows.reshape(-1)[32 : 32 + values.size] = values
+    lanes = np.add.accumulate(rows, axis=0)[-1]  # which adds row by row, where sum() may take another order
     for half in (16, 8, 4, 2, 1):
         lanes = lanes[:half] + lanes[half : 2 * half]
     return lanes[0]
