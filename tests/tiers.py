@@ -26,3 +26,13 @@ def few(values: Iterable[Any], keep: Callable[..., bool] | Iterable[Any]) -> lis
         value if short else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long)
         for value, short in zip(values, kept, strict=True)
     ]
+
+
+def alternating(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """All pairs, of which `make test` runs one for each of ``first``, with each of ``second`` in turn."""
+    first, second = list(first), list(second)
+    return [
+        pytest.param(a, b, marks=() if number % len(second) == place else pytest.mark.long)
+        for number, a in enumerate(first)
+        for place, b in enumerate(second)
+    ]

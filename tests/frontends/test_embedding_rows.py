@@ -60,7 +60,8 @@ def dense() -> tuple[float, float, int, str]:
     return run_ranks(2, lambda s: classify(s, DistributedOptimizer))[0]
 
 
-@pytest.mark.parametrize("kind", ["1-bit Adam", pytest.param("0/1 Adam", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam"])
 def test_rows_first_seen_long_after_the_freeze_reach_the_loss_they_reach_under_adam(
     kind: str, dense: tuple[float, float, int, str]
 ) -> None:

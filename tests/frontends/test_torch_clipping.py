@@ -24,7 +24,7 @@ from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, train
 from tests.oracle import birder, lion, onebit_adam, onebit_lamb, zero_one_adam
 from tests.oracle.clipping import Clipping
-from tests.tiers import few
+from tests.tiers import alternating, few
 from tests.worlds import run_ranks
 
 STEPS = 30
@@ -358,8 +358,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("clip", ["exact", "previous"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "clip"), alternating(KINDS, ["exact", "previous"]))
 def test_a_saved_run_goes_on_with_the_norm_by_which_its_next_step_is_clipped(kind: str, clip: str) -> None:
     """In an optimizer of its own, and in the one that has gone on meanwhile."""
 

@@ -14,7 +14,7 @@ from ocomm_torch.functions import broadcast_parameters
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import digest, gradients, initial
-from tests.tiers import few
+from tests.tiers import alternating, few
 from tests.worlds import run_ranks
 
 #: (step, rank) whose gradient is not finite: one rank, the other, both, and one at the very end.
@@ -34,9 +34,8 @@ def scaled_backward(scaler: Any, parameters: list[torch.nn.Parameter], step: int
         scaler.scale((parameters[index] * torch.from_numpy(grad)).sum()).backward()
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscale_ before"])
 @pytest.mark.parametrize("overlap", few([False, True], [True]), ids=["no overlap", "overlap"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "unscale"), alternating(KINDS, [False, True]))
 def test_an_overflow_on_one_rank_skips_the_step_and_halves_the_scale_on_all(
     kind: str, overlap: bool, unscale: bool
 ) -> None:

@@ -17,6 +17,7 @@ from ocomm_torch.functions import broadcast_parameters
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import gradients, initial
+from tests.tiers import alternating
 from tests.worlds import MPI_SIZE, run_ranks
 
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
@@ -274,8 +275,7 @@ class TestAStepThatIsNotTaken:
 
 class TestGradScaler:
     @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch < 2.10 has no Tensor.grad_dtype")
-    @pytest.mark.parametrize("unscale", [False, True], ids=["step unscales", "unscale_ before"])
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("kind", "unscale"), alternating(KINDS, [False, True]))
     def test_an_overflow_on_one_rank_skips_the_step_on_all_and_touches_nothing(self, kind: str, unscale: bool) -> None:
         def body(session: Session) -> list[float]:
             rank = rank_of(session)
@@ -417,8 +417,7 @@ class TestWhatTheUserWrites:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("parameters_first", [True, False], ids=["parameters first", "parameters last"])
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(("kind", "parameters_first"), alternating(KINDS, [True, False]))
     def test_a_resumed_run_is_the_same_in_every_bit(self, kind: str, parameters_first: bool, tmp_path: Path) -> None:
         """At step 5, between two syncs of 0/1 Adam with local steps."""
 

@@ -34,6 +34,7 @@ from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.frontends.test_torch_device import parameters_of, rank_of, some_gradients
 from tests.frontends.test_torch_device import trained as trained_kind
+from tests.tiers import alternating
 from tests.worlds import MPI_SIZE, run_ranks
 
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
@@ -89,9 +90,8 @@ def trained(
     return history, whole_state(parameters, optimizer)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("place", ["host", "files"])
+@pytest.mark.parametrize(("place", "ranks"), alternating(["host", "files"], [3, 1]))
 def test_offloaded_steps_have_every_bit_of_the_hosts(
     place: str, dtype: torch.dtype, ranks: int, on_devices: Any, tmp_path: Path
 ) -> None:
@@ -144,36 +144,22 @@ def rates_change(step: int, rank: int, parameters: list[torch.nn.Parameter], opt
     optimizer.param_groups[0]["lr"] = 1e-2 / step
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_grad_norm": 0.5},
-        {"max_grad_norm": 0.5, "clip": "previous"},
-        {"shard_state": True},
-        {"dense_bits": 8},
-        {"overlap": False},
-        {"inner": {"weight_decay": 0.1}, "between": rates_change},
-        {"inner": {"fused": True}},
-        {"passes": 2, "backward_passes_per_step": 2},
-        {"hosts": True, "hierarchical": True},
-    ],
-    ids=[
-        "exact clipping",
-        "previous norm",
-        "shards",
-        "8 bits",
-        "no overlap",
-        "coupled decay, another lr",
-        "fused",
-        "two passes",
-        "hierarchical",
-    ],
-)
-@pytest.mark.parametrize("place", ["host", "files"])
-def test_options_have_the_bits_of_the_host(
-    options: dict[str, Any], place: str, on_devices: Any, tmp_path: Path
-) -> None:
-    options = dict(options)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exact clipping": {"max_grad_norm": 0.5},
+    "previous norm": {"max_grad_norm": 0.5, "clip": "previous"},
+    "shards": {"shard_state": True},
+    "8 bits": {"dense_bits": 8},
+    "no overlap": {"overlap": False},
+    "coupled decay, another lr": {"inner": {"weight_decay": 0.1}, "between": rates_change},
+    "fused": {"inner": {"fused": True}},
+    "two passes": {"passes": 2, "backward_passes_per_step": 2},
+    "hierarchical": {"hosts": True, "hierarchical": True},
+}
+
+
+@pytest.mark.parametrize(("given", "place"), alternating(OPTIONS, ["host", "files"]))
+def test_options_have_the_bits_of_the_host(given: str, place: str, on_devices: Any, tmp_path: Path) -> None:
+    options = dict(OPTIONS[given])
     hosts = ["a", "a", "b", "b"] if options.pop("hosts", False) else None
     ranks = 4 if hosts else 2
     options.setdefault("hierarchical", False)
