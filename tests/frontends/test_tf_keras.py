@@ -775,6 +775,7 @@ class TestNeverAlone:
 
         run_ranks(2, body)
 
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="the policy would stay for the tests after this one")
     @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
     @pytest.mark.parametrize(
         ("policy", "instead"), [("float32", "Wrap it the other"), ("mixed_float16", "Leave it out")]
