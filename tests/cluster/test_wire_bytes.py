@@ -12,6 +12,7 @@ import pytest
 
 from ocomm.bench._lab import Lab, why_not
 from tests.cluster.test_ocommrun import has_mpi
+from tests.tiers import few
 
 pytest.importorskip("torch")
 pytestmark = [
@@ -55,8 +56,7 @@ def test_hosts_of_two_shards_send_a_quarter_of_a_byte_per_parameter_of_the_model
     assert max(counted["interface"]) <= bound
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", few([2, 4], [2]))
 def test_a_compressed_step_sends_at_most_3_percent_more_than_the_formula(hosts: int, tmp_path: Path) -> None:
     counted = count(tmp_path / "result.json", hosts, 1)
     assert counted["form"] == "flat"

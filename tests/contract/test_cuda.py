@@ -31,6 +31,7 @@ from tests.contract.test_codes import BITS, Codes
 from tests.contract.test_kernels import World, all_same, same_bits, scale_in
 from tests.contract.test_quantizer import Model
 from tests.fake_device import FakeDevice
+from tests.tiers import few
 
 numba_cuda = pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
 words = importlib.import_module("ocomm.kernels.cuda_words")
@@ -136,11 +137,6 @@ def check(results: Results, world: Any, kernels: Any) -> None:
     assert next(scales, None) is None
 
 
-def some(results: dict[str, Results], *names: str) -> list[Any]:
-    """All of them, of which those without a name here are of the long tier: the simulator takes 5 s for each."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in results]
-
-
 class TestEqualsTheReference:
     @pytest.mark.parametrize("lengths", EVERY_LENGTH, ids=str)
     @pytest.mark.parametrize("loop", ADAM)
@@ -152,11 +148,12 @@ class TestEqualsTheReference:
     def test_loops_of_birder_at_every_length(self, device: Any, loop: str, lengths: tuple[int, ...]) -> None:
         check(BIRDER[loop], Model(lengths, first=len(lengths)), device)
 
-    @pytest.mark.parametrize("loop", some(ADAM, "compress, l1"))
+    # The simulator takes 5 s for each.
+    @pytest.mark.parametrize("loop", few(ADAM, ["compress, l1"]))
     def test_loops_of_adam_over_many_elements(self, device: Any, loop: str) -> None:
         check(ADAM[loop], World(MANY), device)
 
-    @pytest.mark.parametrize("loop", some(BIRDER, "quantize"))
+    @pytest.mark.parametrize("loop", few(BIRDER, ["compress_quantized"]))
     def test_loops_of_birder_over_many_elements(self, device: Any, loop: str) -> None:
         check(BIRDER[loop], Model(MANY), device)
 

@@ -21,6 +21,7 @@ import ocomm_torch as hvd_torch  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.operations import ProcessSet  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -171,7 +172,7 @@ PAIRS: dict[str, tuple[Callable[[ProcessSet], Any], Callable[[ProcessSet], Any]]
 SOME = ("dense", "tape and Adasum", "1-bit Adam")
 
 
-@pytest.mark.parametrize("pair", [pytest.param(p, marks=() if p in SOME else pytest.mark.long) for p in PAIRS])
+@pytest.mark.parametrize("pair", few(PAIRS, SOME))
 def test_a_team_of_keras_and_one_of_torch_train_as_in_jobs_of_their_own(pair: str) -> None:
     works = PAIRS[pair]
 

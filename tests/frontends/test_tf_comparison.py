@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,12 +114,8 @@ WAYS = {
 SHORT = ("graph", "fit", "tape in a graph")
 
 
-def ways(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(way, marks=() if way in SHORT else pytest.mark.long) for way in names]
-
-
-OF_OPTIMIZERS = ways(["eager", "graph", "fit"])
-every_way = pytest.mark.parametrize("way", ways(WAYS))
+OF_OPTIMIZERS = few(["eager", "graph", "fit"], ["graph", "fit"])
+every_way = pytest.mark.parametrize("way", few(WAYS, SHORT))
 
 
 def told(
