@@ -45,6 +45,11 @@ for _ in range(5):
     adam.step()
 report = adam.compression_report()
 assert report["ratio"] > 1 and len(set(hvd.allgather_object(float(model.weight.detach().sum())))) == 1, report
+torch.distributed.init_process_group("ocomm", init_method="ocomm://")
+ones = torch.ones(3)
+torch.distributed.all_reduce(ones)
+assert ones.tolist() == [2.0] * 3
+torch.distributed.destroy_process_group()
 hvd.shutdown()
 """
 KERAS = """
@@ -83,7 +88,7 @@ def cases() -> Iterator[Case]:
     yield Case("mpi", "3.11", "mpich", (), NUMPY, "pip's MPICH")
     yield Case("mpi", "3.11", "mpi", (), NUMPY, "Debian's Open MPI", "/usr/bin/mpirun.openmpi")
     yield Case("mpi", "3.11", "mpi", (), NUMPY, "Debian's MPICH, and a link libmpi.so.12", "/usr/bin/mpirun.mpich")
-    for version in ("2.6.0", "2.9.1", "2.13.0+cpu", "2.15.0"):
+    for version in ("2.6.0", "2.9.1", "2.13.0+cpu", "2.14.1", "2.15.0"):
         yield Case("torch", "3.11", "openmpi", (f"torch=={version}",), TORCH, f"torch {version}")
     yield Case(
         "torchrun",

@@ -663,6 +663,9 @@ def checkpoints(is_asynchronous: bool) -> Step:
 
 # The list
 
+#: Torch has ``monitored_barrier`` for gloo alone.
+_BEFORE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
 
 def call(name: str, run: Step, compared: str = "results", **more: Any) -> Feature:
     """A feature without anything to prepare."""
@@ -693,7 +696,7 @@ FEATURES = (
     call("functional collectives", functional),
     Feature("functional collectives, compiled", compiled_functional, "results", is_long=True),
     Feature("`new_group`: subsets, `use_local_synchronization`", groups, "sums in each", 2),
-    call("`monitored_barrier`", monitored, "", lacking={"ocomm": "only implemented for GLOO"}),
+    call("`monitored_barrier`", monitored, "", lacking={"ocomm": "only implemented for GLOO"} if _BEFORE_2_14 else {}),
     Feature("DDP", ddp, _TRAINED),
     Feature("DDP: gradient accumulation by `no_sync`", ddp_no_sync, "gradients, parameters"),
     Feature("DDP: `join` with uneven inputs", ddp_join, _TRAINED, 2),

@@ -154,7 +154,12 @@ class OcommProcessGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # None until torch has the group in its tables. From 2.15 on it attaches a flight recorder before, to a group
+        # that has a device, and fails if that has no backend in C++.
+        return [torch.device("cpu")] if self in dist.distributed_c10d._world.pg_map else []
+
+    #: Of ``split_group``, which torch refuses then.
+    supports_splitting = False
 
     def _get_backend_name(self) -> str:
         return NAME
@@ -562,6 +567,13 @@ class OcommProcessGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
+
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that ends within ``timeout``, or the group's. Every rank that waits there gets a StallError that
+        names all ranks which have not come, whatever ``wait_all_ranks`` is.
+        """
+        shortest = datetime.timedelta(milliseconds=1)  # 0 stands for the group's in ``wait``
+        self.barrier().wait(None if timeout is None else max(timeout, shortest))
 
     # Names of versions after torch 2.13
 
