@@ -111,11 +111,11 @@ $(VENV)-mpich/bin/mpiexec:
 
 test-mpich: install $(VENV)-mpich/bin/mpiexec
 	TEST_MPICH=$(CURDIR)/$(VENV)-mpich timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py
-	for n in 2 4; do \
+	for n in 2 4; do for tests in '$(WITHOUT_TF)' '$(WITH_TF)'; do \
 	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-mpich/lib TEST_MPI_SIZE=$$n \
-	    timeout 600 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header \
-	        tests/world tests/frontends </dev/null || exit 1; \
-	done
+	    timeout 1200 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header --timeout=900 \
+	        $$tests </dev/null || exit 1; \
+	done; done
 
 # The C code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ten minutes on two cores.
 test-sanitize: install
