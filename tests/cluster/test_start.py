@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,19 @@ TCP = {name: int(value) for name, value in mpi_settings.OPEN_MPI.items()}
 
 
 def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    # The shell becomes the first process of the job, which is how ranks know that one's number.
+    # The shell becomes the first process of the job, which is how ranks know that one's number. Where a launcher was
+    # killed, one that gets its number later does not start in the same folder.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command],
-        cwd=ROOT,
-        env={**os.environ, **root, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command],
+            cwd=ROOT,
+            env={**os.environ, **root, "PRTE_MCA_prte_tmpdir_base": folder, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     assert done.returncode == 0, done.stderr
     return done
 
