@@ -71,11 +71,9 @@ def _numbers(feature: Feature, found: Found, size: int) -> str:
     """How the numbers of a feature compare with gloo's, in the words of the table."""
     if size not in feature.sizes:
         return "-"
-    if feature.lacking:
-        return f"not on {' and '.join(feature.lacking)}"
     row = rows_of(found, size).get(feature.name)
     if row is None:
-        return ""
+        return f"not on {' and '.join(feature.lacking)}" if feature.lacking else ""
     return "same bits" if row["same_bits"] else f"{row['gap']:.0e}"
 
 

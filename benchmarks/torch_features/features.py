@@ -38,6 +38,7 @@ class Feature:
         sizes: The numbers of ranks on which it runs.
         gap: Largest relative gap between the backends on four ranks, which add in another order.
         lacking: What the error says of a backend that does not have the feature, by backend.
+        until: The first release of torch in which no backend lacks it; None if there is none.
         is_long: True if it takes seconds: the test of it is in the long tier.
     """
 
@@ -48,7 +49,14 @@ class Feature:
     sizes: Sequence[int] = (2, 4)
     gap: float = 1e-6
     lacking: Mapping[str, str] = field(default_factory=dict)
+    until: tuple[int, int] | None = None
     is_long: bool = False
+
+    @property
+    def lacking_here(self) -> Mapping[str, str]:
+        """``lacking`` with the torch that is installed; the tables may be of another one."""
+        here = tuple(map(int, torch.__version__.split(".")[:2]))
+        return {} if self.until is not None and here >= self.until else self.lacking
 
 
 def mine(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -663,9 +671,6 @@ def checkpoints(is_asynchronous: bool) -> Step:
 
 # The list
 
-#: Torch has ``monitored_barrier`` for gloo alone.
-_BEFORE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
-
 
 def call(name: str, run: Step, compared: str = "results", **more: Any) -> Feature:
     """A feature without anything to prepare."""
@@ -696,7 +701,7 @@ FEATURES = (
     call("functional collectives", functional),
     Feature("functional collectives, compiled", compiled_functional, "results", is_long=True),
     Feature("`new_group`: subsets, `use_local_synchronization`", groups, "sums in each", 2),
-    call("`monitored_barrier`", monitored, "", lacking={"ocomm": "only implemented for GLOO"} if _BEFORE_2_14 else {}),
+    call("`monitored_barrier`", monitored, "", lacking={"ocomm": "only implemented for GLOO"}, until=(2, 14)),
     Feature("DDP", ddp, _TRAINED),
     Feature("DDP: gradient accumulation by `no_sync`", ddp_no_sync, "gradients, parameters"),
     Feature("DDP: `join` with uneven inputs", ddp_join, _TRAINED, 2),

@@ -43,7 +43,7 @@ def results(feature: Feature, backend: str) -> list[Tensor]:
 
     Raises AssertionError if the backend has a feature that it should lack.
     """
-    words = feature.lacking.get(backend)
+    words = feature.lacking_here.get(backend)
     if words is None:
         step = feature.prepare()
         return [tensor.detach().clone() for number in range(feature.steps) for tensor in step(number)]
@@ -93,7 +93,7 @@ def compare(features: Sequence[Feature]) -> dict[str, Row]:
                 found[feature.name][backend] = results(feature, backend)
     rows: dict[str, Row] = {}
     for feature in features:
-        if not feature.lacking:
+        if not feature.lacking_here:
             both = found[feature.name]["ocomm"], found[feature.name]["gloo"]
             rows[feature.name] = {"same_bits": have_same_bits(*both), "gap": relative_gap(*both)}
     every = hvd.allgather_object(rows)
@@ -115,7 +115,7 @@ def times(features: Sequence[Feature], rounds: int, steps: int) -> dict[str, dic
     In a round a feature runs over one backend right after the other, first over the one and then over the other in
     turn. Each time it is prepared anew, and its first steps do not count.
     """
-    found = {feature.name: {backend: [] for backend in BACKENDS} for feature in features if not feature.lacking}
+    found = {feature.name: {backend: [] for backend in BACKENDS} for feature in features if not feature.lacking_here}
     for turn in range(rounds):
         for feature in features:
             for backend in BACKENDS[:: -1 if turn % 2 else 1] if feature.name in found else ():
