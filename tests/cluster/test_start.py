@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ocomm import mpi_settings
+from ocomm.launch.session_directory import BASE
 from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
 from tests.cluster.listeners import on_network
 
@@ -33,7 +34,7 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
         done = subprocess.run(
             ["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command],
             cwd=ROOT,
-            env={**os.environ, **root, "PRTE_MCA_prte_tmpdir_base": folder, **environment},
+            env={**os.environ, **root, BASE: folder, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
