@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,14 +170,19 @@ def _rank_file(folder: str | os.PathLike[str], rank: int) -> str:
 def save_rank_states(optimizers: Iterable[Any], folder: str | os.PathLike[str]) -> None:
     """Writes what only this rank has of ``optimizers`` into the folder of a checkpoint, which is there or is made.
 
-    Raises OSError, which names the file, if it cannot be written.
+    Raises OSError, which names the file, if it cannot be written; then there is no such file, or still the old one.
     """
     os.makedirs(folder, exist_ok=True)
     name = _rank_file(folder, rank())
+    # A job that is killed while it saves leaves this one, which nobody reads, and not the first half of a state.
+    beside = f"{name}.part"
     try:
-        with open(name, "wb") as file:
+        with open(beside, "wb") as file:
             torch.save(rank_states(optimizers), file)
+        os.replace(beside, name)
     except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
         # Where a write fails torch.save raises a RuntimeError about positions in the file.
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(cause, OSError):

@@ -111,15 +111,20 @@ def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_state_for_which_the_disk_has_no_space_is_an_error_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_state_for_which_the_disk_has_no_space_leaves_the_old_one_and_an_error_that_names_it(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(trainers, "_rank_file", lambda folder, rank: "/dev/full")
-
     def body(session: Session) -> None:
-        module = model()
-        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-            trainers.save_rank_states([wrapped(module)], tmp_path)
+        optimizer = wrapped(model())
+        trainers.save_rank_states([optimizer], tmp_path)
+        name = tmp_path / f"ocomm_rank{rank()}.pt"
+        before = name.read_bytes()
+        beside = name.with_name(f"{name.name}.part")
+        assert not beside.exists()
+        beside.symlink_to("/dev/full")
+        with pytest.raises(OSError, match=f"No space left on device: '{name}'"):
+            trainers.save_rank_states([optimizer], tmp_path)
+        assert name.read_bytes() == before and not beside.is_symlink()
 
     run_ranks(2, body)
 
