@@ -73,7 +73,7 @@ def documented(texts: Mapping[str, str], *definitions: Definition) -> Callable[[
             return shown
         doc = inspect.cleandoc(shown.__doc__)
         own = set(re.findall(r"^    (\w+): ", doc, re.MULTILINE))
-        entries = [_entry(f"{name}: {found[name]}") for name in inspect.signature(shown).parameters if name not in own]
+        entries = [entry(f"{name}: {found[name]}") for name in inspect.signature(shown).parameters if name not in own]
         shown.__doc__ = doc.replace("    {arguments}", "\n".join(entries))
         return shown
 
@@ -89,9 +89,9 @@ def collective(returns: str = "", **texts: str) -> Callable[[F], F]:
     """
     sections = ["Args:\n    {arguments}"]
     if returns:
-        sections.append(f"Returns:\n{_entry(returns)}")
+        sections.append(f"Returns:\n{entry(returns)}")
     errors = [_LATER] if returns == HANDLE else [_WRONG, _FAILED]
-    sections.append("\n".join(["Raises:", *map(_entry, errors)]))
+    sections.append("\n".join(["Raises:", *map(entry, errors)]))
 
     def decorate(shown: F) -> F:
         if shown.__doc__ is None:  # python -OO
@@ -102,7 +102,8 @@ def collective(returns: str = "", **texts: str) -> Callable[[F], F]:
     return decorate
 
 
-def _entry(text: str) -> str:
+def entry(text: str) -> str:
+    """Returns ``text`` as an entry of a section of a docstring, in lines of up to 118 characters."""
     return textwrap.fill(
         text,
         118,

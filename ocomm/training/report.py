@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import textwrap
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from ocomm.docstrings import entry
 from ocomm.telemetry.counters import OPTIMIZER
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -121,16 +122,9 @@ def metrics(report: Mapping[str, Any], prefix: str = "ocomm/") -> dict[str, floa
 def documented(function: F) -> F:
     """Replaces ``{entries}`` in a docstring by a list of all entries."""
     if function.__doc__ is not None:  # python -OO
-        lines = [
-            textwrap.fill(f"- ``{name}``: {text}.", 116, initial_indent=12 * " ", subsequent_indent=16 * " ")
-            for name, text in COMMON.items()
-        ]
+        lines = [entry(f"- ``{name}``: {text}.") for name, text in COMMON.items()]
         for kind, entries in OF_KIND.items():
-            lines += [
-                textwrap.fill(
-                    f"- ``{name}`` ({kind}): {text}.", 116, initial_indent=12 * " ", subsequent_indent=16 * " "
-                )
-                for name, text in entries.items()
-            ]
-        function.__doc__ = function.__doc__.replace("            {entries}", "\n".join(lines))
+            lines += [entry(f"- ``{name}`` ({kind}): {text}.") for name, text in entries.items()]
+        # Python 3.13 has taken the indentation away already.
+        function.__doc__ = inspect.cleandoc(function.__doc__).replace("    {entries}", "\n".join(lines))
     return function

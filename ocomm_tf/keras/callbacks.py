@@ -346,9 +346,8 @@ class DiLoCoCallback(_Callback):
 
 
 class CompressionReportCallback(_OfKeras3):
-    """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as "
-    ""ocomm/ratio"
-    and so on. Not collective.
+    """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as
+    ``"ocomm/ratio"`` and so on. Not collective.
 
     The numbers are those of this rank. Put it before callbacks that log metrics, such as those of TensorBoard, W&B or
     MLflow.

@@ -1,5 +1,4 @@
-"""The entries of ``compression_report()`` are declared once; optimizers return them, and docstrings and docs show "
-"them."""
+"""The entries of ``compression_report()`` are declared once; optimizers return them, docstrings and docs show them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.session import Session
-from ocomm.training.report import COMMON, OF_KIND, entries_of
+from ocomm.training.report import COMMON, OF_KIND, documented, entries_of
 from tests.architecture.test_options import CORES
 from tests.worlds import run_ranks
 
@@ -34,9 +33,25 @@ def test_an_optimizer_reports_what_is_declared(kind: str) -> None:
 def test_docstrings_have_all_entries() -> None:
     hvd = pytest.importorskip("ocomm_torch", exc_type=ImportError)
     doc = hvd.OneBitAdam.compression_report.__doc__
-    named = set(re.findall(r"^ +- ``(\w+)``", doc, re.MULTILINE))
+    named = set(re.findall(r"^    - ``(\w+)``", doc, re.MULTILINE))
     assert named == set(COMMON).union(*OF_KIND.values()) and "{entries}" not in doc
-    assert max(map(len, doc.splitlines())) <= 116
+    assert max(map(len, doc.splitlines())) <= 118
+
+
+def test_docstrings_of_which_python_has_taken_the_indentation_have_them_too() -> None:
+    def older() -> None:
+        """Counts.
+
+        Returns:
+            {entries}
+        """
+
+    def newer() -> None:
+        pass
+
+    newer.__doc__ = "Counts.\n\nReturns:\n    {entries}\n"  # as from Python 3.13 on
+    shown = {documented(each).__doc__ for each in (older, newer)}
+    assert len(shown) == 1 and "    - ``stage``: " in shown.pop()
 
 
 def test_the_page_has_a_row_for_each_entry_with_its_text() -> None:

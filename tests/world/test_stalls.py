@@ -348,7 +348,7 @@ def test_a_thread_of_a_library_counts_only_while_it_runs_python() -> None:
     noted, free, ended = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
-        threading.current_thread()  # makes an entry that stays, as ``logging`` does
+        threading.current_thread()  # makes an entry, as ``logging`` does; up to Python 3.12 it stays
         noted.set()
         free.wait(LIMIT_S)
         ended.set()
@@ -362,7 +362,7 @@ def test_a_thread_of_a_library_counts_only_while_it_runs_python() -> None:
     end = time.monotonic() + LIMIT_S
     while ident in sys._current_frames():
         assert time.monotonic() < end  # its last lines are still running
-    assert ident not in bystanders.python_threads() and entry in threading.enumerate()
+    assert ident not in bystanders.python_threads()
 
 
 @threads_only
