@@ -31,6 +31,7 @@ _IS_OLD_NAME = "pytorch_lightning" in sys.modules and "lightning" not in sys.mod
 _PYTORCH = "pytorch_lightning" if _IS_OLD_NAME else "lightning.pytorch"
 _FABRIC = "lightning_fabric" if _IS_OLD_NAME else "lightning.fabric"
 _strategies: Any = importlib.import_module(f"{_PYTORCH}.strategies")
+_cloud_io: Any = importlib.import_module(f"{_FABRIC}.utilities.cloud_io")
 _environments: Any = importlib.import_module(f"{_FABRIC}.plugins.environments")
 _rank_zero: Any = importlib.import_module(f"{_PYTORCH}.utilities.rank_zero")
 _optimizer: Any = importlib.import_module(f"{_PYTORCH}.core.optimizer")
@@ -292,11 +293,26 @@ class OcommStrategy(DDPStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves a checkpoint, and beside it what only this rank has. All ranks call it."""
+        """Saves a checkpoint, and beside it what only this rank has. All ranks call it.
+
+        A run that is killed meanwhile finds the whole checkpoint, or the one that was at its place.
+        """
+        if "optimizer_states" not in checkpoint or not trainers.compressed(self.optimizers):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        folder, step = _rank_folder(filepath), checkpoint["global_step"]
+        states = trainers.rank_states(self.optimizers)
+        self.checkpoint_io.save_checkpoint(states, _rank_file(folder, step, hvd.rank()))
+        self.barrier("OcommStrategy.save_checkpoint")  # of all ranks, before the checkpoint asks for them
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint and trainers.compressed(self.optimizers):
-            states = {**trainers.rank_states(self.optimizers), "global_step": checkpoint["global_step"]}
-            self.checkpoint_io.save_checkpoint(states, _rank_file(filepath, hvd.rank()))
+        if self.is_global_zero:
+            self._remove_older(folder, step)
+
+    def _remove_older(self, folder: str, step: int) -> None:
+        """Removes the files of another step from a folder of rank states."""
+        for name in _cloud_io.get_filesystem(folder).ls(folder, detail=False):
+            if not os.path.basename(name).startswith(f"{step}."):
+                self.checkpoint_io.remove_checkpoint(os.path.join(folder, os.path.basename(name)))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint with what is beside it."""
@@ -315,22 +331,19 @@ class OcommStrategy(DDPStrategy):
         Raises CheckpointError if a state is of another run.
         """
         super().load_optimizer_state_dict(checkpoint)
-        last: dict[int, Any] = {}
+        folder, last = _rank_folder(self._loaded_from), dict[int, Any]()
+
+        def name(rank: int) -> str:
+            return _rank_file(folder, checkpoint["global_step"], rank)
 
         def read(rank: int) -> Any:
             if rank not in last:
                 last.clear()
                 try:
-                    found = self.checkpoint_io.load_checkpoint(_rank_file(self._loaded_from, rank))
+                    last[rank] = self.checkpoint_io.load_checkpoint(name(rank))
                 except FileNotFoundError:
-                    found = None
-                # A run that was stopped between two files has left one of an older checkpoint of the same name.
-                is_old = isinstance(found, Mapping) and found.get("global_step") != checkpoint["global_step"]
-                last[rank] = None if is_old else found
+                    last[rank] = None
             return last[rank]
-
-        def name(rank: int) -> str:
-            return f"{_rank_file(self._loaded_from, rank)} of step {checkpoint['global_step']}"
 
         for done in trainers.load_rank_states(self.optimizers, read, name, hvd.size()):
             _rank_zero.rank_zero_info(f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip())
@@ -360,8 +373,8 @@ def _rank_folder(filepath: Any) -> str:
     return f"{os.path.realpath(path) if os.path.exists(path) else path}.ranks"
 
 
-def _rank_file(filepath: Any, rank: int) -> str:
-    return f"{_rank_folder(filepath)}/{rank}.pt"
+def _rank_file(folder: str, step: int, rank: int) -> str:
+    return f"{folder}/{step}.{rank}.pt"
 
 
 def _started_by_mpi() -> bool:

@@ -6,7 +6,6 @@ The Trainer's optimizer is wrapped, and its DistributedDataParallel leaves the g
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,8 +63,10 @@ class OcommCallback(TrainerCallback):
         self._norm: torch.Tensor | None = None
         self._create = trainer.create_optimizer
         self._load = trainer._load_optimizer_and_scheduler
+        self._save = trainer._save_optimizer_and_scheduler
         trainer.create_optimizer = self._create_optimizer
         trainer._load_optimizer_and_scheduler = self._load_states
+        trainer._save_optimizer_and_scheduler = self._save_states
         trainer.accelerator.clip_grad_norm_ = self._clip(trainer.accelerator.clip_grad_norm_)
         trainer.add_callback(self)
 
@@ -98,6 +99,13 @@ class OcommCallback(TrainerCallback):
         for said in trainers.load_saved_rank_states([self._optimizer], checkpoint, hvd.size()):
             if hvd.rank() == 0:
                 print(said, flush=True)
+
+    def _save_states(self, folder: str, *args: Any, **kwargs: Any) -> None:
+        self._save(folder, *args, **kwargs)
+        if self._optimizer is not None:
+            trainers.save_rank_states([self._optimizer], folder)
+            # What follows makes this checkpoint a whole one, and may remove older ones.
+            hvd.barrier()
 
     def _clip(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         """``Accelerator.clip_grad_norm_``, by which the Trainer also asks for the norm alone: that multiplies gradients
@@ -139,13 +147,6 @@ class OcommCallback(TrainerCallback):
         optimizer = self._optimizer
         if self._norm is not None and optimizer is not None and optimizer.grad_norm is not None:
             self._norm.fill_(optimizer.grad_norm)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saves what only this rank has into the checkpoint."""
-        if args.save_only_model or self._optimizer is None:
-            return
-        folder = Path(self._trainer._get_output_dir(None)) / f"checkpoint-{state.global_step}"
-        trainers.save_rank_states([self._optimizer], folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Says on rank 0 what was sent."""

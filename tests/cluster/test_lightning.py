@@ -230,7 +230,7 @@ def resume():
 resumed, how = resume()
 hvd.barrier()
 if hvd.rank() == 1:
-    os.remove(place + ".ranks/1.pt")
+    os.remove(place + ".ranks/22.1.pt")
 hvd.barrier()
 without, how_without = resume()
 say(whole=digest(whole), resumed=resumed, without=without, how=how, how_without=how_without, kept=kept)
@@ -244,7 +244,63 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     how, without = said["how"], said["how_without"]
     assert isinstance(how, dict) and isinstance(without, dict)
     assert how["rank_state"] == "loaded" and without["rank_state"] == "reset"
-    assert "epoch=1.ckpt.ranks/1.pt of step 22 is missing" in without["why"]
+    assert "epoch=1.ckpt.ranks/22.1.pt is missing" in without["why"]
+
+
+STOPPED_WHILE_SAVING = """
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+
+place = os.path.join(sys.argv[1], "one")
+def one_checkpoint():
+    return ModelCheckpoint(place, "one", save_top_k=1, enable_version_counter=False)
+
+def fit(net, epochs, **options):
+    run = trainer(OcommStrategy(freeze_step=3), epochs, enable_checkpointing=True, callbacks=[one_checkpoint()])
+    run.fit(net, loader(), **options)
+    return run
+
+whole = Net()
+fit(whole, 4)
+names = [sorted(os.listdir(place + "/one.ckpt.ranks"))]
+hvd.barrier()
+
+class Stop(Exception):
+    pass
+
+# In the third save, between rank 0's two files.
+where, last = (TorchCheckpointIO, 6) if hvd.rank() == 0 else (DDPStrategy, 3)
+calls = 0
+save = where.save_checkpoint
+def stopping(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == last:
+        raise Stop
+    save(*args, **kwargs)
+where.save_checkpoint = stopping
+try:
+    fit(Net(), 4)
+except Stop:
+    pass
+where.save_checkpoint = save
+hvd.barrier()
+names.append(sorted(os.listdir(place + "/one.ckpt.ranks")))
+hvd.barrier()
+resumed = Net(seed=3)
+run = fit(resumed, 4, ckpt_path=place + "/one.ckpt")
+hvd.barrier()
+names.append(sorted(os.listdir(place + "/one.ckpt.ranks")))
+say(whole=digest(whole), resumed=digest(resumed), names=names, how=run.optimizers[0].compression_report()["resumed"])
+"""
+
+
+def test_a_run_that_was_stopped_while_it_saved_goes_on_from_the_checkpoint_that_was_there(tmp_path: Path) -> None:
+    said = said_by(STOPPED_WHILE_SAVING, str(tmp_path))
+    assert said["how"] == {"step": 22, "ranks": 2, "rank_state": "loaded", "why": ""}
+    assert said["resumed"] == said["whole"]
+    old, new, last = (["22.0.pt", "22.1.pt"], ["33.0.pt", "33.1.pt"], ["44.0.pt", "44.1.pt"])
+    assert said["names"] == [last, [*old, *new], last]
 
 
 CRASHING = """

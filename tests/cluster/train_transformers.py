@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import ocomm_torch as hvd
 from ocomm_torch.transformers import OcommCallback
@@ -27,6 +27,20 @@ class Crash(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5 and hvd.rank() == self.rank:
             raise RuntimeError("a sample that cannot be read")
+
+
+class Saving:
+    """Notes how many ranks' files a checkpoint has when the Trainer makes it a whole one, by writing its own state."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+        write = TrainerState.save_to_json
+
+        def noting(state: TrainerState, path: str) -> None:
+            self.files.append(len(list(Path(path).parent.glob("ocomm_rank?.pt"))))
+            write(state, path)
+
+        TrainerState.save_to_json = noting
 
 
 def main() -> None:
@@ -66,11 +80,13 @@ def main() -> None:
     )
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:64], callbacks=[Crash(args.crash)])
     OcommCallback(trainer, freeze_step=5)
+    saving = Saving()
     trainer.train(resume_from_checkpoint=args.resume)
     loss = trainer.evaluate()["eval_loss"]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     report = trainer.optimizer.optimizer.compression_report()
     said = {"size": hvd.size(), "sha256": digest, "loss": loss, "log": trainer.state.log_history, "report": report}
+    said["files"] = saving.files
     (args.folder / f"rank{hvd.rank()}").write_text(json.dumps(said))
 
 
