@@ -12,7 +12,7 @@ from typing import Any
 from ocomm import torch_store
 from ocomm.config import Launch
 from ocomm.errors import LaunchError
-from ocomm.runtime.own_address import own_address, ways_to_this_host
+from ocomm.runtime.own_address import ALL_ADDRESSES, own_address, ways_to_this_host
 from ocomm.runtime.pmi_client import PmiClient, PmiService
 from ocomm.runtime.rendezvous import Member, Store, meet, node_of_this_process
 from ocomm.transport import mpi
@@ -85,7 +85,7 @@ class PmiStart:
         port = self._service.start(
             **job,
             hosts=[member.node for member in members],
-            address="127.0.0.1" if is_on_one_host else "0.0.0.0",
+            address="127.0.0.1" if is_on_one_host else ALL_ADDRESSES,
             init_s=settings.start_timeout_s,
             grace_s=_GRACE_S,
         )

@@ -29,7 +29,8 @@ from ocomm.mpi_settings import OPEN_MPI
 PAYLOAD_FRACTION = 0.95
 #: Large enough that no packet is lost when all hosts send to one; below 16 MB packets are lost.
 _QUEUE_NBYTES = 16_000_000
-_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_IPV4_NETWORK = ipaddress.ip_network("10.77.0.0/24")
+_IPV6_NETWORK = ipaddress.ip_network("fd77::/112")
 _RELAY = str(Path(__file__).with_name("_relay.py"))
 #: A shape through which no packet fits.
 _NOTHING = "rate 8bit burst 10 limit 10"
@@ -84,11 +85,13 @@ class Lab:
 
     ``delay_ms``: how long a packet takes from one host to another, beside its time on the cable. It is made by a
     process per host, which serves rates up to 200 Mbit/s (``_relay.py``). ``loss``: the fraction of the packets of both
-    directions that this process drops at random.
+    directions that this process drops at random. ``is_ipv6``: hosts have no address of IPv4 but loopback's.
     A context manager; the lab exists from ``__enter__`` to ``__exit__``. Raises LabError if it cannot be made.
     """
 
-    def __init__(self, hosts: int, rate: str = "none", delay_ms: float = 0.0, loss: float = 0.0) -> None:
+    def __init__(
+        self, hosts: int, rate: str = "none", delay_ms: float = 0.0, loss: float = 0.0, is_ipv6: bool = False
+    ) -> None:
         if not 1 <= hosts <= 100:
             raise ValueError(f"a lab has 1 to 100 hosts, not {hosts}")
         if not 0.0 <= loss < 1.0:
@@ -97,11 +100,12 @@ class Lab:
             bits_per_second(rate)
         self.names = [f"host{number}" for number in range(hosts)]
         self.rate, self.delay_ms, self.loss = rate, delay_ms, loss
+        self._network: ipaddress.IPv4Network | ipaddress.IPv6Network = _IPV6_NETWORK if is_ipv6 else _IPV4_NETWORK
         self._keeper: subprocess.Popen[str] | None = None
         self._enter: list[str] = []
 
     def address(self, host: int) -> str:
-        return str(_NETWORK[host + 1])
+        return str(self._network[host + 1])
 
     def __enter__(self) -> Lab:
         own_user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -177,11 +181,17 @@ class Lab:
             "plm": "ssh",
             "plm_ssh_agent": "/run/agent",
             "plm_ssh_no_tree_spawn": "1",
-            "prte_if_include": str(_NETWORK),
             "prte_tmpdir_base": "/run",  # the lab's own: names have process numbers, which repeat
         }
-        words = [word for name, value in runtime.items() for word in ("--prtemca", name, value)]
-        return [*words, "--mca", "btl_tcp_if_include", str(_NETWORK)]
+        library = {}
+        if self._network.version == 4:  # networks of IPv6 cannot be named there
+            runtime["prte_if_include"] = library["btl_tcp_if_include"] = str(self._network)
+        return [
+            word
+            for option, values in (("--prtemca", runtime), ("--mca", library))
+            for name, value in values.items()
+            for word in (option, name, value)
+        ]
 
     def run(
         self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, capture: bool = True
@@ -244,7 +254,9 @@ class Lab:
 
     def _script(self) -> str:
         lines = ["ip link set lo up", "ip link add br0 type bridge", "ip link set br0 up"]
-        lines.append(f"ip addr add {_NETWORK[-2]}/{_NETWORK.prefixlen} dev br0")
+        # An address of IPv6 could be used only after a second, in which the kernel asks whether another host has it.
+        bits = f"/{self._network.prefixlen}" + (" nodad" if self._network.version == 6 else "")
+        lines.append(f"ip addr add {self._network[-2]}{bits} dev br0")
         # One list of names for all hosts, so that they find each other as machines of a cluster do.
         lines += [
             f"cat > /run/hosts <<'END'\n127.0.0.1 localhost\n{self._hosts_file()}END",
@@ -259,7 +271,7 @@ class Lab:
                 *self._cable(number, name),
                 f"ip link set {_port(number)} master br0 up",
                 f"{inside} link set lo up",
-                f"{inside} addr add {self.address(number)}/{_NETWORK.prefixlen} dev eth0",
+                f"{inside} addr add {self.address(number)}{bits} dev eth0",
                 f"{inside} link set eth0 up",
             ]
         lines += self._shaping(replace=False)

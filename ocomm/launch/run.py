@@ -21,6 +21,7 @@ from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
+from ocomm.runtime.own_address import ALL_ADDRESSES
 
 #: Seconds for the launcher to end once all results have arrived, or a rank has failed.
 _END_S = 10.0
@@ -127,7 +128,7 @@ def _addresses(hosts: str | None, hostfile: str | None, interfaces: str | None) 
     if interfaces:
         address = reach.address_of([name.strip() for name in interfaces.split(",")])
         return address, address
-    return "0.0.0.0", socket.gethostname()
+    return ALL_ADDRESSES, socket.gethostname()
 
 
 def _pickle(task: object) -> bytes:

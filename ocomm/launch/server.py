@@ -12,6 +12,7 @@ import time
 from ocomm.errors import LaunchError
 from ocomm.runtime import authenticated_socket
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
+from ocomm.runtime.own_address import ALL_ADDRESSES
 
 
 class Server:
@@ -20,7 +21,7 @@ class Server:
     Every client has a thread of its own until it has proved that it knows ``key``, so that no client blocks another.
 
     Args:
-        host: The address to listen on.
+        host: The IPv4 address to listen on, or ``ALL_ADDRESSES``.
         key: The key that clients must know.
         backlog: The number of connections that the system holds until they are accepted.
         patience_s: Seconds after which a client is disconnected that has not proved that it knows the key.
@@ -43,9 +44,13 @@ class Server:
         self._most_bytes = most_bytes
         self._closed = False
         try:
-            self._socket = socket.create_server((host, 0), backlog=backlog)
+            # Where the kernel has no IPv6, all addresses are those of IPv4.
+            of_both = host == ALL_ADDRESSES and socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if of_both else socket.AF_INET
+            self._socket = socket.create_server((host, 0), family=family, backlog=backlog, dualstack_ipv6=of_both)
         except OSError as error:
-            raise LaunchError(f"nobody can listen on {host}: {error.strerror or error}") from error
+            where = host or "any address"
+            raise LaunchError(f"nobody can listen on {where}: {error.strerror or error}") from error
         self.port: int = self._socket.getsockname()[1]
         #: Connections to clients that know the key.
         self.lines: list[AuthenticatedSocket] = []

@@ -34,6 +34,7 @@ from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
 from ocomm.launch.watch import View
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
+from ocomm.runtime.own_address import ALL_ADDRESSES
 from ocomm.runtime.supervisor_client import KEY, SILENT
 from ocomm.telemetry.counters import read_job
 
@@ -118,7 +119,7 @@ class Supervisor:
         """Returns the address of the port to which ranks connect."""
         if self._is_here:
             return "127.0.0.1"
-        return reach.address_of(self.request.interfaces) if self.request.interfaces else "0.0.0.0"
+        return reach.address_of(self.request.interfaces) if self.request.interfaces else ALL_ADDRESSES
 
     def _end_on_signal(self, number: int, frame: object) -> None:
         self._asked_to_end = number
@@ -256,7 +257,7 @@ class Supervisor:
 
     def _addresses(self, hosts: Mapping[str, bool]) -> list[str]:
         address = self._listens_at()
-        return reach.own_addresses(hosts) if address == "0.0.0.0" else [address]
+        return reach.own_addresses(hosts) if address == ALL_ADDRESSES else [address]
 
     def _where_commits_are(self) -> str:
         if not self.generations.commit:

@@ -9,6 +9,8 @@ import socket
 import struct
 from collections.abc import Iterable
 
+#: In the place of an address: a server listens on all of this host's, of IPv4 and IPv6.
+ALL_ADDRESSES = ""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
@@ -24,10 +26,13 @@ def interface_addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
 
 
 def own_address(other: str) -> str:
-    """Returns this host's IPv4 address on the way to the host ``other``; "" if there is no route to it."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # sends nothing, but makes the system choose a route
-        return probe.getsockname()[0]
+    """Returns this host's address on the way to the host ``other``, of IPv4 before one of IPv6; "" if there is none."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing, but makes the system choose a route
+                return probe.getsockname()[0]
     return ""
 
 
@@ -37,9 +42,23 @@ def ways_to_this_host(others: Iterable[str]) -> list[str]:
     Args:
         others: Names or addresses of those hosts. A name that this host cannot resolve is skipped.
     """
-    of_interfaces = [str(address) for _, address in interface_addresses()]
-    ways = [way for way in (*map(own_address, others), *of_interfaces) if way and not way.startswith("127.")]
+    of_interfaces = [*(str(address) for _, address in interface_addresses()), *_global_ipv6_addresses()]
+    ways = [way for way in (*map(own_address, others), *of_interfaces) if way and not _is_loopback(way)]
     return [*dict.fromkeys([*ways, socket.gethostname()])]
+
+
+def _global_ipv6_addresses() -> list[str]:
+    """Returns this host's IPv6 addresses that are not bound to one interface, as loopback and link-local ones are."""
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as file:
+            rows = [line.split() for line in file]  # address, number of the interface, prefix, scope, flags, name
+    except OSError:  # there is no IPv6
+        return []
+    return [str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[3] == "00"]
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def free_port() -> int:

@@ -278,6 +278,26 @@ def test_mpirun_starts_each_rank_on_its_own_host(tmp_path: Path):
     assert sorted(done.stdout.splitlines()) == ["0 host0", "0 host1", "0 host2"], done.stderr
 
 
+@pytest.mark.long
+@needs_lab
+@needs_mpi
+@pytest.mark.parametrize("launcher", ["mpirun", "ocommrun"])
+def test_hosts_that_have_no_address_of_ipv4_train_together(launcher: str):
+    program = """
+import numpy as np, ocomm
+ocomm.init()
+print("sum", ocomm.allreduce(np.full(10**6, ocomm.rank() + 1.0), op=ocomm.Sum)[0], ocomm.cross_size(), flush=True)
+"""
+    with Lab(2, is_ipv6=True) as lab:
+        ranks = [sys.executable, "-c", program]
+        command = lab.mpirun(2, ranks)
+        if launcher == "ocommrun":
+            flags = ["-np", "2", "--min-np", "2", "-H", "host0:1,host1:1", "--mpi-args", " ".join(lab.mpi_options())]
+            command = lab.on(None, [sys.executable, "-m", "ocomm.launch", *flags, *ranks])
+        done = lab.run(command, LIMIT_S)
+    assert done.returncode == 0 and done.stdout.count("sum 3.0 2") == 2, done.stdout + done.stderr
+
+
 @pytest.mark.long  # a benchmark
 @needs_lab
 @needs_mpi

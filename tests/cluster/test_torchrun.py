@@ -260,7 +260,8 @@ assert MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).size == len(mine), "MPICH
 
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
 @pytest.mark.parametrize("names_rank_0", [True, False])
-def test_hosts_whose_names_nobody_knows_find_each_other(names_rank_0: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_ipv6", [False, True])
+def test_hosts_whose_names_nobody_knows_find_each_other(is_ipv6: bool, names_rank_0: bool, tmp_path: Path) -> None:
     """By the address that MASTER_ADDR says, or by those of rank 0's interfaces if only a store is given."""
     script = """
 import sys, torch, torch.distributed as dist
@@ -272,14 +273,13 @@ dist.all_reduce(ones)
 assert ones.tolist() == [2, 2, 2]
 dist.destroy_process_group()
 """
-    with Lab(2) as lab:
-        more = {"MASTER_ADDR": lab.address(0)} if names_rank_0 else {"MASTER_ADDR": ""}
+    with Lab(2, is_ipv6=is_ipv6) as lab:
         job = Ranks(
             ["-c", script, str(tmp_path / "store"), str(names_rank_0)],
             2,
             on=lambda rank, command: lab.on(rank, ["sh", "-c", f'hostname unknown-{rank}; exec "$@"', "sh", *command]),
             PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin",
-            **more,
+            MASTER_ADDR=lab.address(0) if names_rank_0 else "",
         )
         for code, said in job.ended().values():
             assert code == 0, said

@@ -13,6 +13,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch import loopback, run
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.reach import address_of
+from ocomm.runtime.own_address import ALL_ADDRESSES
 
 OPEN_MPI_5 = Launcher(Flavour.OPEN_MPI_5, "/x/mpirun", "5.0.11")
 ALLOCATION = "SLURM_JOB_ID"
@@ -76,7 +77,7 @@ def test_ocomm_run_listens_on_loopback_where_all_hosts_are_this_one(
 
 def test_ocomm_run_listens_where_other_hosts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     there = "nosuchhost.invalid:1"
-    assert run._addresses(there, None, None)[0] == "0.0.0.0"
+    assert run._addresses(there, None, None)[0] == ALL_ADDRESSES
     assert run._addresses(there, None, "lo") == ("127.0.0.1", "127.0.0.1")  # the interface's own address
     monkeypatch.setenv(ALLOCATION, "7")
-    assert run._addresses(None, None, None)[0] == "0.0.0.0"
+    assert run._addresses(None, None, None)[0] == ALL_ADDRESSES

@@ -12,6 +12,7 @@ import pytest
 
 from ocomm.launch.server import Server
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError
+from ocomm.runtime.own_address import ALL_ADDRESSES, own_address
 from ocomm.runtime.supervisor_client import client
 
 KEY, LIMIT_S = b"key", 20.0
@@ -32,10 +33,10 @@ def call(server: Server, strangers: list[socket.socket], count: int) -> None:
         assert strangers[-1].recv(1)
 
 
-def enter(server: Server) -> tuple[AuthenticatedSocket, AuthenticatedSocket]:
+def enter(server: Server, address: str = "127.0.0.1") -> tuple[AuthenticatedSocket, AuthenticatedSocket]:
     """A client's end of the line, and the server's."""
     found: list[AuthenticatedSocket] = []
-    thread = threading.Thread(target=lambda: found.append(client("127.0.0.1", server.port, KEY)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(client(address, server.port, KEY)), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     end = time.monotonic() + LIMIT_S
@@ -93,3 +94,22 @@ def test_who_does_not_know_the_key_stays_outside_and_nobody_connects_to_one_that
             thread.join(LIMIT_S)
     with pytest.raises(OSError):
         client("127.0.0.1", server.port, KEY)
+
+
+@pytest.mark.parametrize("has_ipv6", [True, False])
+def test_a_server_on_all_addresses_hears_those_of_ipv4_and_where_there_is_one_of_ipv6(
+    has_ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_ipv6 = has_ipv6 and bool(own_address("::1"))
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_ipv6)
+    with Server(ALL_ADDRESSES, KEY) as server:
+        for address in ["127.0.0.1", *["::1"] * has_ipv6]:
+            for end in enter(server, address):
+                end.close()
+            server.lines.clear()
+
+
+def test_this_host_has_an_address_on_the_way_to_another_of_the_same_family() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("::1") in ("::1", "")  # there may be no IPv6
+    assert own_address("nosuchhost.invalid") == ""
