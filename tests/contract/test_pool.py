@@ -195,6 +195,7 @@ class TestNobodyWaits:
         assert all(results) and not caller.is_alive()
         pool.close()
 
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # it is what is tested
     def test_a_forked_child_works_alone(self, pools: dict[int, Pool]) -> None:
         kernels, world = CpuKernels(pools[3]), World((6000, 31), block_size=64)
         expected = world.sent(kernels)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.frontends.saved_states import RANKS, folder_name
-from tests.frontends.saved_tf_states import resumed
 from tests.worlds import run_ranks
+
+pytest.importorskip("tensorflow")
+from tests.frontends.saved_tf_states import resumed
 
 SAVED = Path(__file__).parent / "saved" / "keras"
 EXPECTED = json.loads((SAVED / "expected.json").read_text())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 
-import ocomm_tf.keras as hvd
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
 from tests.frontends.onebit_jobs import SHAPES, gradients, initial
 from tests.oracle.onebit_adam import Simulation
 from tests.worlds import MPI_SIZE, run_ranks
+
+pytest.importorskip("tensorflow")
+import keras
+
+import ocomm_tf.keras as hvd
 
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
 

@@ -647,6 +647,7 @@ def _init_in_child() -> str:
 
 
 @alone
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # it is what is tested
 def test_a_forked_child_that_ends_in_the_ordinary_way_does_not_hang() -> None:
     bootstrap.initialize()
     try:
