@@ -24,10 +24,30 @@ pytestmark = [
 TRAIN = str(Path(__file__).with_name("train_transformers.py"))
 
 
+def accelerate_launch(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Accelerate's launcher, which on CPUs starts mpirun if it has a hostfile."""
+    hosts = folder / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    environ = launchers(2)["mpirun"][1]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_machines",
+        "1",
+        "--num_processes",
+        "2",
+    ]
+    environ = {**environ, "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}"}
+    return [*command, "--mixed_precision", "no", "--dynamo_backend", "no", "--mpirun_hostfile", str(hosts)], environ
+
+
 def trained(folder: Path, *arguments: str, launcher: str = "mpirun") -> dict[str, Any]:
     """What rank 0 says of its run, if both ranks have the same parameters and losses."""
     folder.mkdir(exist_ok=True)
-    done = run_by(launchers(2)[launcher], TRAIN, str(folder), *arguments)
+    started_by = accelerate_launch(folder) if launcher == "accelerate" else launchers(2)[launcher]
+    done = run_by(started_by, TRAIN, str(folder), *arguments)
     assert done.returncode == 0, f"{launcher}: {done.stdout} {done.stderr}"
     first, second = (json.loads((folder / f"rank{rank}").read_text()) for rank in (0, 1))
     assert first["size"] == 2 and first["sha256"] == second["sha256"] and first["loss"] == second["loss"]
@@ -44,6 +64,11 @@ def test_one_script_has_one_result_under_three_launchers(tmp_path: Path) -> None
     assert one["loss"] < 1.5 < 3.4 < one["log"][0]["loss"] * 2  # ln 32 is 3.47
     assert one["report"]["compressed_steps"] == 17 and one["report"]["redone_steps"] == 0
     assert one["log"][-3]["grad_norm"] > 0
+
+
+def test_accelerate_launch_has_the_result_of_mpirun(tmp_path: Path) -> None:
+    one, other = (trained(tmp_path / name, "--epochs", "1", launcher=name) for name in ("mpirun", "accelerate"))
+    assert one["sha256"] == other["sha256"]
 
 
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
