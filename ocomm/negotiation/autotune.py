@@ -112,6 +112,8 @@ class Autotune:
     ) -> None:
         self.current = start
         self.results: list[tuple[Tuned, float]] = []  # (values, bytes per microsecond)
+        #: The number of steps before the first point has its score.
+        self.steps_of_first_point = steps_per_sample * (warmup_samples + SAMPLES) + 1
         self._names = tuple(names)
         self._start = start
         self._skipped = -warmup_samples

@@ -61,12 +61,19 @@ class Tuner:
         if self._autotune.is_over:
             best = max(score for _, score in self._autotune.results)
             _log.info("autotuning is over: %s, %.4g bytes per microsecond", tuned, best)
-            self.close()
+            self._pool.shutdown(wait=False)
         return tuned
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the search, and warns if it has not begun. Called once, when the job ends."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if not self._autotune.results:
+            _log.warning(
+                "autotuning has tried nothing: it goes by what DistributedOptimizer, tapes and collectives of all "
+                "ranks reduce in more than %d steps. Exchanges of 1-bit optimizers and of process sets have nothing "
+                "that it tunes.",
+                self._autotune.steps_of_first_point,
+            )
 
     def _write(self, tuned: Tuned, score: float) -> None:
         if self._log is None:

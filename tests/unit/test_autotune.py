@@ -81,6 +81,31 @@ def test_a_search_that_fails_ends_with_the_best_so_far(tmp_path: Path, caplog: p
     assert row == "1.0,134217728,8388608,2.0"
 
 
+def test_a_job_that_ends_before_anything_was_tuned_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Still:
+        def tell(self, point: Point, score: float) -> None: ...
+
+        def ask(self) -> Point:
+            return {}
+
+    autotune = Autotune(START, TUNABLE, 2, 3, 5)
+    tuner = Tuner(autotune, Still(), TUNABLE, "")
+    needed = autotune.steps_of_first_point
+    for step in range(needed):
+        tuner.note(["a"], NBYTES, float(step))
+    assert not autotune.results
+    tuner.close()
+    assert (
+        "autotuning has tried nothing: it goes by what" in caplog.text and f" more than {needed} steps" in caplog.text
+    )
+    caplog.clear()
+    tuner = Tuner(autotune, Still(), TUNABLE, "")
+    tuner.note(["a"], NBYTES, float(needed))
+    assert len(autotune.results) == 1
+    tuner.close()
+    assert not caplog.text
+
+
 def test_what_the_environment_sets_is_not_tuned() -> None:
     assert read_settings({"HOROVOD_AUTOTUNE": "1"}).autotune == TUNABLE
     fixed = read_settings({"OCOMM_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "1000"})
