@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 _MESSAGE_NBYTES = 1 << 20
 
-#: MCA parameters for Open MPI 4 and 5. With its defaults an alltoall of packed bits over TCP takes 1.78 times as long
+#: MCA parameters for Open MPI 4 to 6. With its defaults an alltoall of packed bits over TCP takes 1.78 times as long
 #: as the wire needs, with these 1.15.
 OPEN_MPI: Mapping[str, str] = {
     "btl_tcp_links": "2",

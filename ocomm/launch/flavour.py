@@ -31,7 +31,7 @@ class Flavour(enum.Enum):
     """The launchers whose command lines are known."""
 
     OPEN_MPI_4 = "Open MPI 4"
-    OPEN_MPI_5 = "Open MPI 5"
+    OPEN_MPI_5 = "Open MPI 5"  # and 6, whose command line is the same
     MPICH = "MPICH"
     INTEL_MPI = "Intel MPI"
     SRUN = "SLURM"
@@ -74,9 +74,9 @@ def classify_launcher(path: str, version_text: str) -> Launcher:
         version = found[1] + (found[2] or "")
         if major == 4:
             return Launcher(Flavour.OPEN_MPI_4, path, version)
-        if major == 5:
+        if major in (5, 6):
             return Launcher(Flavour.OPEN_MPI_5, path, version)
-        raise LaunchError(f"{path} is Open MPI {version}; ocommrun knows Open MPI 4 and 5. {_INSTALL}")
+        raise LaunchError(f"{path} is Open MPI {version}; ocommrun knows Open MPI 4, 5 and 6. {_INSTALL}")
     if found := re.search(r"Intel\(R\) MPI Library.*?Version (\S+)", version_text, re.DOTALL):
         return Launcher(Flavour.INTEL_MPI, path, found[1])
     if found := re.search(r"HYDRA build details:\s+Version:\s+(\S+)", version_text):
@@ -85,7 +85,7 @@ def classify_launcher(path: str, version_text: str) -> Launcher:
         return Launcher(Flavour.SRUN, path, found[1])
     raise LaunchError(
         f"{path} is no MPI launcher that ocommrun knows: its --version says {first_line!r}. "
-        f"Known are Open MPI 4 and 5, MPICH, Intel MPI and SLURM's srun. {_INSTALL}"
+        f"Known are Open MPI 4, 5 and 6, MPICH, Intel MPI and SLURM's srun. {_INSTALL}"
     )
 
 

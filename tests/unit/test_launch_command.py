@@ -217,7 +217,7 @@ def test_tcp_only_leaves_no_other_way():
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL_MPI])
 def test_the_launcher_of_one_host_keeps_to_loopback_and_that_of_several_does_not(launcher):
-    loopback = {"LD_PRELOAD": "/x/loopback.so", "_OCOMM_LOOPBACK": "prterun"}
+    loopback = {"LD_PRELOAD": "/x/loopback.so", "_OCOMM_LOOPBACK": "prterun:prte"}
     assert build(local(loopback=loopback), launcher).added_environ.items() >= loopback.items()
     assert not build(remote(loopback=loopback), launcher).added_environ.keys() & loopback.keys()
 

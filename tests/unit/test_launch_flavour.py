@@ -25,6 +25,7 @@ INSTALL = (
     ("text", "flavour", "version"),
     [
         ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/", Flavour.OPEN_MPI_5, "5.0.11"),
+        ("mpirun.openmpi (Open MPI) 6.0.0rc2\n\nReport bugs to", Flavour.OPEN_MPI_5, "6.0.0rc2"),
         ("mpirun (Open MPI) 4.1.4\n", Flavour.OPEN_MPI_4, "4.1.4"),
         ("mpiexec (OpenRTE) 4.1.4\n", Flavour.OPEN_MPI_4, "4.1.4"),
         ("HYDRA build details:\n    Version:                                 5.0.2\n", Flavour.MPICH, "5.0.2"),
@@ -46,17 +47,17 @@ def test_a_launcher_is_known_by_what_it_says_of_itself(text, flavour, version):
     [
         (
             "mpirun (Open MPI) 3.1.6\n",
-            f"/x/mpirun is Open MPI 3.1.6; ocommrun knows Open MPI 4 and 5. {INSTALL}",
+            f"/x/mpirun is Open MPI 3.1.6; ocommrun knows Open MPI 4, 5 and 6. {INSTALL}",
         ),
         (
             "IBM Spectrum MPI 10.4\nmore",
             "/x/mpirun is no MPI launcher that ocommrun knows: its --version says 'IBM Spectrum MPI 10.4'. "
-            f"Known are Open MPI 4 and 5, MPICH, Intel MPI and SLURM's srun. {INSTALL}",
+            f"Known are Open MPI 4, 5 and 6, MPICH, Intel MPI and SLURM's srun. {INSTALL}",
         ),
         (
             "",
             "/x/mpirun is no MPI launcher that ocommrun knows: its --version says 'nothing'. "
-            f"Known are Open MPI 4 and 5, MPICH, Intel MPI and SLURM's srun. {INSTALL}",
+            f"Known are Open MPI 4, 5 and 6, MPICH, Intel MPI and SLURM's srun. {INSTALL}",
         ),
     ],
 )

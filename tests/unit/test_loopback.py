@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch import loopback, run
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.reach import address_of
-from ocomm.runtime.own_address import ALL_ADDRESSES
+from ocomm.runtime.own_address import ALL_ADDRESSES, interface_addresses, own_address
 
 OPEN_MPI_5 = Launcher(Flavour.OPEN_MPI_5, "/x/mpirun", "5.0.11")
 ALLOCATION = "SLURM_JOB_ID"
@@ -21,21 +22,44 @@ needs_library = pytest.mark.skipif(not loopback.environment(OPEN_MPI_5, {}), rea
 
 
 @needs_library
+@pytest.mark.parametrize("name", ["prterun", "prte"])
 @pytest.mark.parametrize("others", ["", "libm.so.6"])
 def test_the_launcher_hides_the_library_from_ranks_and_leaves_what_else_is_preloaded(
-    tmp_path: Path, others: str
+    tmp_path: Path, others: str, name: str
 ) -> None:
-    program = shutil.copy(shutil.which("env") or "env", tmp_path / "prterun")
+    program = shutil.copy(shutil.which("env") or "env", tmp_path / name)
     added = loopback.environment(OPEN_MPI_5, {"LD_PRELOAD": others})
     seen = subprocess.run([program], env=added, capture_output=True, text=True, check=True).stdout.splitlines()
     assert seen == ([f"LD_PRELOAD={others}"] if others else [])
 
 
 @needs_library
-def test_a_program_that_becomes_the_launcher_hands_the_library_on() -> None:
+@pytest.mark.parametrize("name", ["mpirun", "prt", "prterun2"])
+def test_a_program_that_becomes_the_launcher_hands_the_library_on(tmp_path: Path, name: str) -> None:
+    program = shutil.copy(shutil.which("env") or "env", tmp_path / name)
     added = loopback.environment(OPEN_MPI_5, {})
-    seen = subprocess.run(["env"], env={**os.environ, **added}, capture_output=True, text=True, check=True).stdout
+    seen = subprocess.run([program], env={**os.environ, **added}, capture_output=True, text=True, check=True).stdout
     assert {f"{name}={value}" for name, value in added.items()} <= set(seen.splitlines())
+
+
+@needs_library
+def test_wherever_the_launcher_binds_it_is_on_loopback(tmp_path: Path) -> None:
+    """To all addresses, as prterun of Open MPI 5 does, or to an interface's, as that of 6."""
+    python = shutil.copy(os.path.realpath(sys.executable), tmp_path / "prterun")
+    script = """
+import socket, sys
+for address in sys.argv[1:]:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.bind((address, 0))
+        print(one.getsockname()[0])
+"""
+    of_ipv4 = ["0.0.0.0", "127.0.0.1", "127.0.0.2", *(str(address) for _, address in interface_addresses())]
+    of_ipv6 = ["::", "::1"] if own_address("::1") else []
+    environ = {**os.environ, "PYTHONHOME": sys.base_prefix, **loopback.environment(OPEN_MPI_5, os.environ)}
+    done = subprocess.run([python, "-c", script, *of_ipv4, *of_ipv6], env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    bound = done.stdout.splitlines()
+    assert bound[:3] == ["127.0.0.1", "127.0.0.1", "127.0.0.2"] and set(bound[3:]) <= {"127.0.0.1", "::1"}
 
 
 @needs_library
