@@ -48,13 +48,26 @@ def environment(library: str, one_host: bool) -> dict[str, str]:
     return {}
 
 
-def mca_names(text: str) -> set[str]:
+def mca_values(text: str) -> dict[str, str]:
     """Returns the MCA parameters that a file sets by ``name = value``, or by ``--mca name value`` in a file for
     ``--tune``.
     """
     lines = [line.split("#", 1)[0] for line in text.splitlines()]
-    assigned = {match[1] for line in lines if (match := re.match(r"\s*(\w+)\s*=", line))}
-    return assigned | {name for line in lines for name in re.findall(r"-mca\s+(\w+)\s", line)}
+    assigned = {match[1]: match[2] for line in lines if (match := re.match(r"\s*(\w+)\s*=\s*(.*?)\s*$", line))}
+    return assigned | {name: value for line in lines for name, value in re.findall(r"-mca\s+(\w+)\s+(\S+)", line)}
+
+
+def beside(wanted: str, found: str | None) -> str | None:
+    """Returns the value to set for a parameter that should be ``wanted``, where files say ``found``; None if theirs
+    stays.
+
+    What only excludes, as ``^uct,ofi`` of Debian does, excludes what is wanted as well.
+    """
+    if found is None:
+        return wanted
+    if not (wanted.startswith("^") and found.startswith("^")):
+        return None
+    return "^" + ",".join(dict.fromkeys([*found[1:].split(","), *wanted[1:].split(",")]))
 
 
 def mpich_remedy(roots: Sequence[str] = ("/usr/lib", "/usr/lib64")) -> str:

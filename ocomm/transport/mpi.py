@@ -106,19 +106,26 @@ def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
     """Returns the settings of ``mpi_settings`` for this library, without those that the user has made.
 
     ``mpirun --mca`` sets the environment, which wins over files. So files are read here, in order that they win over
-    ``mpi_settings``.
+    ``mpi_settings``; a list of what is excluded there is made longer.
     """
     name, _ = mpi.get_vendor()
     wanted = mpi_settings.environment(name, one_host)
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:
         return left
-    files = set().union(*(mpi_settings.mca_names(text) for text in _parameter_files(_library_paths(mpi), os.environ)))
-    return {variable: value for variable, value in left.items() if variable.removeprefix("OMPI_MCA_") not in files}
+    files: dict[str, str] = {}
+    for text in reversed(_parameter_files(_library_paths(mpi), os.environ)):
+        files.update(mpi_settings.mca_values(text))
+    found = {
+        name: mpi_settings.beside(value, files.get(name.removeprefix("OMPI_MCA_"))) for name, value in left.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _parameter_files(libraries: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns the texts of the files in which Open MPI finds parameters: the user's and the installation's."""
+    """Returns the texts of the files in which Open MPI finds parameters, of which the first that has one counts: the
+    user's and the installation's.
+    """
     named = [environ.get(f"OMPI_MCA_mca_base_{kind}", "") for kind in ("param_file_prefix", "envar_file_prefix")]
     if files := environ.get("OMPI_MCA_mca_base_param_files"):
         named.append(files)

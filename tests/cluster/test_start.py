@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -93,5 +94,5 @@ def test_rank_0_says_once_what_came_too_late(tmp_path: Path) -> None:
     script.write_text("from mpi4py import MPI\nimport ocomm\nocomm.init()\nocomm.barrier()\n")
     done = start([*PLAIN, "--mca", "btl_tcp_links", "3", sys.executable, str(script)])
     (line,) = [line for line in done.stderr.splitlines() if "init()" in line]
-    assert "MPI was started before init()" in line and "OMPI_MCA_btl=^tcp" in line
+    assert "MPI was started before init()" in line and re.search(r"OMPI_MCA_btl=\^(\w+,)*tcp", line)
     assert "btl_tcp_links" not in line

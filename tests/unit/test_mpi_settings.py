@@ -70,6 +70,25 @@ def test_what_ompi_would_read_from_files_wins(tmp_path: Path, monkeypatch: pytes
     assert left.keys() == OPEN_MPI.keys() - {"OMPI_MCA_btl_tcp_max_send_size", "OMPI_MCA_opal_abort_delay"}
 
 
+@pytest.mark.parametrize(
+    ("users", "installed", "expected"),
+    [
+        ("", "btl = ^uct,openib,ofi", "^uct,openib,ofi,tcp"),  # Debian's file
+        ("", "btl = ^tcp,ofi  # mine", "^tcp,ofi"),
+        ("", "btl=tcp,self", None),
+        ("btl = self,tcp", "btl = ^uct", None),
+        ("btl = ^ofi", "btl = self,tcp", "^ofi,tcp"),
+    ],
+)
+def test_a_file_that_excludes_transports_excludes_tcp_too(
+    users: str, installed: str, expected: str | None, tmp_path: Path
+) -> None:
+    for path, text in ((".openmpi/mca-params.conf", users), ("etc/openmpi-mca-params.conf", installed)):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(text)
+    assert mpi._settings(library(tmp_path), True).get("OMPI_MCA_btl") == expected
+
+
 def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {os.getpid(): {0}, os.getppid(): set(range(8))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
