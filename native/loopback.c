@@ -1,10 +1,10 @@
 /* A library for LD_PRELOAD that keeps the launcher of a job on one host off the network.
  *
- * prterun, orterun and Hydra's mpiexec listen on all interfaces, or on the first one, for daemons of other hosts, even
- * if there are none, and have no parameter to prevent it. In a program with one of the names in _OCOMM_LOOPBACK, between
- * colons, bind() to another address becomes bind() to loopback. Both variables are removed from that program's environment
- * before it reads it, so that ranks never get them. In any other program (the mpirun that becomes prterun, a wrapper
- * script) nothing happens.
+ * prterun, orterun and Hydra's mpiexec listen on all interfaces, or on the first one, for daemons of other hosts,
+ * even if there are none, and have no parameter to prevent it. In a program that has one of the names in
+ * _OCOMM_LOOPBACK, which colons separate, bind() to another address becomes bind() to loopback. Both variables are
+ * removed from that program's environment before it reads it, so that ranks never get them. In any other program (the
+ * mpirun that becomes prterun, a wrapper script) nothing happens.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -310,7 +310,8 @@ class OcommStrategy(DDPStrategy):
 
     def _remove_older(self, folder: str, step: int) -> None:
         """Removes the files of another step from a folder of rank states."""
-        for name in _cloud_io.get_filesystem(folder).ls(folder, detail=False):
+        files = _cloud_io.get_filesystem(folder)
+        for name in files.ls(folder, detail=False) if files.exists(folder) else ():  # not yet, by AsyncCheckpointIO
             if not os.path.basename(name).startswith(f"{step}."):
                 self.checkpoint_io.remove_checkpoint(os.path.join(folder, os.path.basename(name)))
 

@@ -154,6 +154,8 @@ class Runtime:
             closed = HorovodInternalError("ocomm has been shut down; call init() before the next collective.")
             try:
                 for process_set in self._sets:
+                    if self.failure is None:
+                        process_set.say_end()
                     process_set.close(self.failure or closed)
             finally:
                 self._over.set()

@@ -204,6 +204,11 @@ class ProcessSet:
             self._hurried = True
         self.engine.expect(waiters, hurried)
 
+    def say_end(self) -> None:
+        """Says what there is to say of a job that ends well. Called on the background thread, before ``close``."""
+        if self._tuner is not None:
+            self._tuner.say_end()
+
     def close(self, error: OcommError) -> None:
         """Fails everything that is under way and everything that is submitted later. Called on the background
         thread.

@@ -61,12 +61,15 @@ class Tuner:
         if self._autotune.is_over:
             best = max(score for _, score in self._autotune.results)
             _log.info("autotuning is over: %s, %.4g bytes per microsecond", tuned, best)
-            self._pool.shutdown(wait=False)
+            self.close()
         return tuned
 
     def close(self) -> None:
-        """Ends the search, and warns if it has not begun. Called once, when the job ends."""
+        """Ends the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def say_end(self) -> None:
+        """Warns if nothing was tried. Called when the job ends well."""
         if not self._autotune.results:
             _log.warning(
                 "autotuning has tried nothing: it goes by what DistributedOptimizer, tapes and collectives of all "

@@ -207,6 +207,7 @@ def test_uses_of_a_trainer_work_or_say_what_to_do() -> None:
 
 
 RESUMED = """
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 folder = sys.argv[1]
 def checkpoints(name):
     return ModelCheckpoint(os.path.join(folder, name), "{epoch}", save_top_k=2, monitor="epoch", mode="max")
@@ -229,17 +230,27 @@ def resume():
 
 resumed, how = resume()
 hvd.barrier()
+
+later = Net()
+run = trainer(OcommStrategy(freeze_step=3, checkpoint_io=AsyncCheckpointIO(TorchCheckpointIO())), 2,
+              enable_checkpointing=True, callbacks=[checkpoints("later")])
+run.fit(later, loader())
+hvd.barrier()
+written = sorted(os.listdir(os.path.join(folder, "later", "epoch=1.ckpt.ranks")))
+hvd.barrier()
 if hvd.rank() == 1:
     os.remove(place + ".ranks/22.1.pt")
 hvd.barrier()
 without, how_without = resume()
-say(whole=digest(whole), resumed=resumed, without=without, how=how, how_without=how_without, kept=kept)
+say(whole=digest(whole), resumed=resumed, without=without, how=how, how_without=how_without, kept=kept,
+    written=written)
 """
 
 
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     said = said_by(RESUMED, str(tmp_path))
     assert said["kept"] == ["epoch=2.ckpt", "epoch=2.ckpt.ranks", "epoch=3.ckpt", "epoch=3.ckpt.ranks"]
+    assert said["written"] == ["22.0.pt", "22.1.pt"]
     assert said["resumed"] == said["whole"] != said["without"]
     how, without = said["how"], said["how_without"]
     assert isinstance(how, dict) and isinstance(without, dict)

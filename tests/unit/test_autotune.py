@@ -94,14 +94,14 @@ def test_a_job_that_ends_before_anything_was_tuned_says_so(caplog: pytest.LogCap
     for step in range(needed):
         tuner.note(["a"], NBYTES, float(step))
     assert not autotune.results
-    tuner.close()
+    tuner.say_end()
     assert (
         "autotuning has tried nothing: it goes by what" in caplog.text and f" more than {needed} steps" in caplog.text
     )
     caplog.clear()
-    tuner = Tuner(autotune, Still(), TUNABLE, "")
     tuner.note(["a"], NBYTES, float(needed))
     assert len(autotune.results) == 1
+    tuner.say_end()
     tuner.close()
     assert not caplog.text
 
