@@ -63,10 +63,10 @@ class OcommCallback(TrainerCallback):
         self._norm: torch.Tensor | None = None
         self._create = trainer.create_optimizer
         self._load = trainer._load_optimizer_and_scheduler
-        self._save = trainer._save_optimizer_and_scheduler
+        self._save = trainer._save_rng_state
         trainer.create_optimizer = self._create_optimizer
         trainer._load_optimizer_and_scheduler = self._load_states
-        trainer._save_optimizer_and_scheduler = self._save_states
+        trainer._save_rng_state = self._save_states
         trainer.accelerator.clip_grad_norm_ = self._clip(trainer.accelerator.clip_grad_norm_)
         trainer.add_callback(self)
 
@@ -104,7 +104,8 @@ class OcommCallback(TrainerCallback):
         self._save(folder, *args, **kwargs)
         if self._optimizer is not None:
             trainers.save_rank_states([self._optimizer], folder)
-            # What follows makes this checkpoint a whole one, and may remove older ones.
+            # All that ranks save is there, random numbers among it. What follows makes this checkpoint a whole one, and
+            # may remove older ones.
             hvd.barrier()
 
     def _clip(self, theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,14 +30,16 @@ class Crash(TrainerCallback):  # type: ignore[misc]
 
 
 class Saving:
-    """Notes how many ranks' files a checkpoint has when the Trainer makes it a whole one, by writing its own state."""
+    """Notes how many files of ranks a checkpoint has when the Trainer makes it whole, by writing its own state."""
 
     def __init__(self) -> None:
         self.files: list[int] = []
         write = TrainerState.save_to_json
 
         def noting(state: TrainerState, path: str) -> None:
-            self.files.append(len(list(Path(path).parent.glob("ocomm_rank?.pt"))))
+            self.files.append(
+                sum(len(list(Path(path).parent.glob(name))) for name in ("ocomm_rank?.pt", "rng_state_?.pth"))
+            )
             write(state, path)
 
         TrainerState.save_to_json = noting
