@@ -103,10 +103,10 @@ def collective(returns: str = "", **texts: str) -> Callable[[F], F]:
 
 
 def entry(text: str) -> str:
-    """Returns ``text`` as an entry of a section of a docstring, in lines of up to 118 characters."""
+    """Returns ``text`` as an entry of a section of a docstring, in lines of up to 116 characters."""
     return textwrap.fill(
         text,
-        118,
+        116,
         initial_indent="    ",
         subsequent_indent="        ",
         break_long_words=False,

@@ -57,7 +57,7 @@ def mca_values(text: str) -> dict[str, str]:
     return assigned | {name: value for line in lines for name, value in re.findall(r"-mca\s+(\w+)\s+(\S+)", line)}
 
 
-def beside(wanted: str, found: str | None) -> str | None:
+def merged_value(wanted: str, found: str | None) -> str | None:
     """Returns the value to set for a parameter that should be ``wanted``, where files say ``found``; None if theirs
     stays.
 

@@ -43,7 +43,9 @@ def ways_to_this_host(others: Iterable[str]) -> list[str]:
         others: Names or addresses of those hosts. A name that this host cannot resolve is skipped.
     """
     of_interfaces = [*(str(address) for _, address in interface_addresses()), *_global_ipv6_addresses()]
-    ways = [way for way in (*map(own_address, others), *of_interfaces) if way and not _is_loopback(way)]
+    ways = [
+        way for way in (*map(own_address, others), *of_interfaces) if way and not ipaddress.ip_address(way).is_loopback
+    ]
     return [*dict.fromkeys([*ways, socket.gethostname()])]
 
 
@@ -55,10 +57,6 @@ def _global_ipv6_addresses() -> list[str]:
     except OSError:  # there is no IPv6
         return []
     return [str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[3] == "00"]
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
 
 
 def free_port() -> int:

@@ -117,7 +117,8 @@ def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
     for text in reversed(_parameter_files(_library_paths(mpi), os.environ)):
         files.update(mpi_settings.mca_values(text))
     found = {
-        name: mpi_settings.beside(value, files.get(name.removeprefix("OMPI_MCA_"))) for name, value in left.items()
+        name: mpi_settings.merged_value(value, files.get(name.removeprefix("OMPI_MCA_")))
+        for name, value in left.items()
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -29,24 +29,8 @@ def run_job(
     """``mpirun -np ranks python script``; ``script`` is a file, or the program itself."""
     program = [str(script)] if isinstance(script, Path) else ["-c", script]
     launcher = [str(MPIRUN), "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
-    # A launcher that was killed may have left a folder with the number that this one gets.
-    with tempfile.TemporaryDirectory() as place:
-        return subprocess.run(
-            [*launcher, sys.executable, *program, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            cwd=ROOT,
-            check=False,
-            env={
-                **os.environ,
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                BASE: place,
-                **environment,
-            },
-        )
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **environment}
+    return run_by(([*launcher, sys.executable], environ), *program, *arguments, timeout_s=timeout_s)
 
 
 def without_launcher(**more: str) -> dict[str, str]:
@@ -77,8 +61,9 @@ def launchers(ranks: int) -> dict[str, tuple[list[str], dict[str, str]]]:
 def run_by(
     launcher: tuple[list[str], dict[str, str]], *arguments: str, timeout_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Starts a script with one of ``launchers``."""
+    """Starts a script with a launcher, such as one of ``launchers``: its command and environment."""
     command, environ = launcher
+    # A launcher that was killed may have left a folder with the number that this one gets.
     with tempfile.TemporaryDirectory() as place:
         return subprocess.run(
             [*command, *arguments],

@@ -7,14 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from ocomm import mpi_settings
-from ocomm.launch.session_directory import BASE
-from tests.cluster.jobs import LIMIT_S, MPIRUN, ROOT
+from tests.cluster.jobs import MPIRUN, ROOT, run_by
 from tests.cluster.listeners import on_network
 
 pytestmark = [
@@ -28,19 +26,9 @@ TCP = {name: int(value) for name, value in mpi_settings.OPEN_MPI.items()}
 
 
 def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    # The shell becomes the first process of the job, which is how ranks know that one's number. Where a launcher was
-    # killed, one that gets its number later does not start in the same folder.
+    # The shell becomes the first process of the job, which is how ranks know that one's number.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            ["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command],
-            cwd=ROOT,
-            env={**os.environ, **root, BASE: folder, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
+    done = run_by((["sh", "-c", 'TEST_TOP=$$ exec "$@"', "sh", *command], {**os.environ, **root, **environment}))
     assert done.returncode == 0, done.stderr
     return done
 
