@@ -7,11 +7,14 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
+import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,8 +213,12 @@ def _start_mpi(
     if with_torch_env:
         _set_torch_variables(session)
     topology = session.require_topology()
-    if topology.rank == 0 and (cannot := _left_to_the_launcher(mpi.late_settings(), topology.local_size)):
-        _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
+    if topology.rank == 0:
+        cannot = _left_to_the_launcher(mpi.late_settings(), topology.local_size)
+        if launch is not None and launch.is_on_one_host and (others := _unread_hosts(session.network, os.environ)):
+            cannot.append(others)
+        if cannot:
+            _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
 
 
 def _check_environment(launch: Launch, settings: Settings, with_torch_env: bool) -> None:
@@ -265,7 +272,7 @@ def _open_world(
     if launch.is_mpi and launch.job:
         os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
     with Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s, lambda: _say_late(supervisor)):
-        world = mpi.open_world(communicator, launch.is_on_one_host)
+        world = mpi.open_world(communicator, launch.is_on_one_host, launch.local_size or launch.size)
         if _pmi is not None:
             _pmi.entered()
     return world
@@ -338,11 +345,40 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
         return found
     # A rank has a thread that trains and one that communicates, so one core is too few if the host has more.
     if own < launchers and own < max(2, launchers // local_size):
+        whose = (
+            "this host's one rank could use" if local_size == 1 else f"the {local_size} ranks of this host could share"
+        )
         found.append(
-            f"the launcher has bound each rank to {own} of {launchers} cores, which the {local_size} ranks of this "
-            "host could share: start with --bind-to none (mpirun) or --cpu-bind=none (srun)"
+            f"the launcher has bound each rank to {own} of {launchers} cores, which {whose}: start with --bind-to none "
+            "(mpirun) or --cpu-bind=none (srun)"
         )
     return found
+
+
+def _unread_hosts(library: str, environ: Mapping[str, str]) -> str:
+    """Returns a sentence about other hosts, on which the launcher would have started ranks if it had read their file.
+
+    Returns "" if there are none.
+
+    Args:
+        library: Name and version of the MPI that has started all ranks on this host.
+        environ: The environment, which may name the file.
+    """
+    path = environ.get(mpi_settings.OLD_HOSTFILE)
+    if path is None or not re.match(r"Open MPI ([5-9]|\d\d)", library) or mpi_settings.HOSTFILES[0] in environ:
+        return ""
+    try:
+        named = re.findall(r"^\s*([\w.-]+)", Path(path).read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    own = socket.gethostname().partition(".")[0]
+    others = [name for name in named if name.partition(".")[0] not in ("localhost", own)]
+    if not others:
+        return ""
+    return (
+        f"all ranks are on {own}, and none on {others[0]}, because {library} does not read "
+        f"{mpi_settings.OLD_HOSTFILE}={path}: start with mpirun --hostfile {path}"
+    )
 
 
 def has_raised() -> bool:

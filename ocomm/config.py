@@ -200,7 +200,8 @@ class Launch:
     """What the environment says about the job: the number of ranks, this rank's number, and the variable with the
     number of ranks.
 
-    ``is_on_one_host`` is True only if the environment says that all ranks are on this host.
+    ``is_on_one_host`` is True only if the environment says that all ranks are on this host. ``local_size`` is the
+    number of ranks on this host, 0 if the environment does not say it.
     """
 
     variable: str
@@ -208,6 +209,7 @@ class Launch:
     rank: int
     job: str
     is_on_one_host: bool = False
+    local_size: int = 0
 
     @property
     def said(self) -> tuple[int, int, str]:
@@ -233,14 +235,15 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
             job = next((environment[name] for name in _JOBS if name in environment), "")
             size = int(environment[variable])
             own = int(number) if number.isdigit() else 0
-            return Launch(variable, size, own, job, _is_on_one_host(variable, size, environment))
+            local = int(next((text for name in _LOCAL_SIZES if (text := environment.get(name, "")).isdigit()), "0"))
+            return Launch(variable, size, own, job, _is_on_one_host(variable, size, local, environment), local)
     return None
 
 
-def _is_on_one_host(variable: str, size: int, environment: Mapping[str, str]) -> bool:
+def _is_on_one_host(variable: str, size: int, local_size: int, environment: Mapping[str, str]) -> bool:
     if variable == "SLURM_NTASKS" or ("SLURM_PROCID" in environment and variable == "PMI_SIZE"):
         return next((environment[name] for name in _NODES if name in environment), "") == "1"
-    return any(environment.get(name) == str(size) for name in _LOCAL_SIZES)
+    return local_size == size
 
 
 def is_gloo_launch(environment: Mapping[str, str]) -> bool:

@@ -31,6 +31,16 @@ OPEN_MPI_ON_ONE_HOST: Mapping[str, str] = {"btl": "^tcp"}
 MPICH_ON_ONE_HOST: Mapping[str, str] = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
 #: Environment for NCCL if all ranks are on one host: its ranks would otherwise meet at a port of the first interface.
 NCCL_ON_ONE_HOST: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo"}
+#: Bytes of shared memory that Open MPI reserves for each rank, and the fewest with which it is left: 16 ranks exchange
+#: with 128 kB each.
+_SEGMENT_NBYTES = 16 << 20
+_SMALLEST_SEGMENT_NBYTES = 256 << 10
+_PAGE_NBYTES = 4096
+#: The variable that names Open MPI's file of hosts, up to version 4. Operators of Kubernetes set it, and version 5 does
+#: not read it.
+OLD_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
+#: Variables in which launchers of Open MPI, MPICH and Intel MPI look for a file of hosts if they are given none.
+HOSTFILES = ("PRTE_MCA_prte_default_hostfile", OLD_HOSTFILE, "HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE")
 
 
 def environment(library: str, one_host: bool) -> dict[str, str]:
@@ -46,6 +56,24 @@ def environment(library: str, one_host: bool) -> dict[str, str]:
     if library in ("MPICH", "Intel MPI") and one_host:
         return dict(MPICH_ON_ONE_HOST)
     return {}
+
+
+def segment(major: int, ranks: int, free_nbytes: int) -> dict[str, str]:
+    """Returns the variable that lets the ranks of a host share what shared memory it has; none where it is enough.
+
+    Open MPI takes pages of a rank's segment as they are needed, and a rank dies of a bus error where there is none
+    left: a container has 64 MB unless told otherwise.
+
+    Args:
+        major: Version of Open MPI.
+        ranks: Number of ranks on the host.
+        free_nbytes: Bytes of ``/dev/shm`` that are free. Half of them are left to others.
+    """
+    share = free_nbytes // (2 * ranks) // _PAGE_NBYTES * _PAGE_NBYTES
+    if share >= _SEGMENT_NBYTES:
+        return {}
+    component = "vader" if major < 5 else "sm"
+    return {f"OMPI_MCA_btl_{component}_segment_size": str(max(share, _SMALLEST_SEGMENT_NBYTES))}
 
 
 def mca_values(text: str) -> dict[str, str]:

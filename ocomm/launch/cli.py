@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NoReturn
@@ -23,10 +23,11 @@ from ocomm.launch.flags import ELASTIC_TIMEOUT_S, is_elastic, make_parser, setti
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
-from ocomm.launch.hosts import Host, is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.hosts import Host, default_hostfile, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
 from ocomm.launch.supervise import Supervisor, make_folder
 from ocomm.launch.watch import open_view
+from ocomm.mpi_settings import HOSTFILES
 from ocomm.torch_variables import inherited
 
 _REACH_DEADLINE_S = 15.0
@@ -58,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
             text, complete = check.report(sys.executable, os.environ)
             print(text)
             return 0 if complete else 1
+        _take_default_hosts(options, os.environ)
         if is_elastic(options):
             return make_supervisor(options, os.environ).run()
         watcher = make_watcher(options, os.environ)
@@ -218,6 +220,18 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         torch_environ={} if options.torch_env else None,
     )
     return request, launcher
+
+
+def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
+    """Lets ``options`` have the environment's host file if they name no hosts. Takes the file away from the launcher,
+    which would mix its hosts with those that are named.
+    """
+    if options.hosts is None and options.hostfile is None and options.host_discovery_script is None:
+        if is_in_allocation(environ):
+            return
+        options.hostfile = default_hostfile(environ)
+    for name in HOSTFILES:
+        environ.pop(name, None)
 
 
 def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]:

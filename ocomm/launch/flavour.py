@@ -20,11 +20,9 @@ from ocomm.errors import LaunchError
 
 PROBE_TIMEOUT_S = 60.0  # importing mpi4py from a cold network file system takes a while; a hang must still end
 
-# mpi4py is named in a string only: this package must say what is wrong with an MPI that cannot be imported.
-_LIBRARY_PROBE = (
-    "import mpi4py; mpi4py.rc(initialize=False, finalize=False); "
-    "from mpi4py import MPI; print(MPI.Get_library_version())"
-)
+# For a process of its own, of the Python that runs the ranks: this package must say what is wrong with an MPI that
+# cannot be loaded.
+_LIBRARY_PROBE = "from ocomm import mpi_library; print(mpi_library.load().Get_library_version())"
 
 
 class Flavour(enum.Enum):

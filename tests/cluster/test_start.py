@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ocomm import mpi_settings
-from tests.cluster.jobs import MPIRUN, ROOT, run_by
+from ocomm.bench._lab import why_not
+from tests.cluster.jobs import MPIRUN, ROOT, launchers, run_by
 from tests.cluster.listeners import on_network
 
 pytestmark = [
@@ -75,6 +76,17 @@ def test_what_the_user_has_set_for_open_mpi_stays(tmp_path: Path) -> None:
     )
     users = {"btl_tcp_max_send_size": 65536, "btl_tcp_links": 3, "btl_tcp_eager_limit": 32768}
     assert json.loads((tmp_path / "values").read_text()) == {**TCP, **users}
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
+@pytest.mark.parametrize("launcher", ["mpirun", "ocommrun"])
+def test_ranks_run_where_there_is_little_shared_memory(launcher: str, tmp_path: Path) -> None:
+    """A container has 64 MB for all ranks. Open MPI reserves 16 MB for each, and does not start if it has less."""
+    little = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh"]
+    command, _ = launchers(2)[launcher]
+    start([*little, *command, PARAMETERS, str(tmp_path / "values"), "btl_sm_segment_size"])
+    # Half of what is free is left; another rank may have taken some.
+    assert (256 << 10) <= json.loads((tmp_path / "values").read_text())["btl_sm_segment_size"] <= (2 << 20)
 
 
 def test_rank_0_says_once_what_came_too_late(tmp_path: Path) -> None:

