@@ -30,6 +30,8 @@ _DESCRIBES_THIS_PROCESS = re.compile(
 # Hydra never closes the standard input of ranks other than 0, so a rank that reads from it hangs (seen with MPICH 5.0
 # and Intel MPI 2021.18). Only Intel MPI has a flag against that.
 _WITHOUT_INPUT = "</dev/null"
+#: A variable for the last place of the environment: Hydra (5.0.2) loses what is there on its way to other hosts.
+_LAST = "_OCOMM_LAST"
 #: Flags of Open MPI's for hosts that ocommrun does not know of.
 _NAMES_HOSTS = re.compile(r"-H|--?(host|hostfile|machinefile)|--default-hostfile")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -309,6 +311,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             added["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(ssh_args)
     if request.spans_hosts:
         options += ["-genvlist", ",".join(exported_names({**request.environ, **added}))]
+        added[_LAST] = ""
     options += [*(request.binding_args or ()), *request.mpi_args]
 
     command = _command(request, "PMI_RANK", _WITHOUT_INPUT)

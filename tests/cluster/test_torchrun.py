@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import Lab, why_not
+from ocomm.launch.command import LaunchRequest, build
+from ocomm.launch.flavour import Flavour, Launcher
+from ocomm.launch.hosts import Host
 from ocomm.runtime.own_address import free_port
 from tests.cluster.jobs import LIMIT_S, MPICH, ROOT, launchers, run_by, without_launcher
 
@@ -283,3 +286,26 @@ dist.destroy_process_group()
         )
         for code, said in job.ended().values():
             assert code == 0, said
+
+
+def test_variables_reach_ranks_that_mpich_starts_on_other_hosts(tmp_path: Path) -> None:
+    """ssh passes on nothing of the environment, so that all of it comes through Hydra."""
+    agent = tmp_path / "agent"
+    agent.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec env -i PATH="$PATH" sh -c "$*"\n'
+    )
+    agent.chmod(0o755)
+    environ = without_launcher(A="1")
+    request = LaunchRequest(
+        2,
+        ("sh", "-c", 'echo "A=$A"'),
+        hosts=(Host("127.0.0.2", 2),),
+        spans_hosts=True,
+        environ=environ,
+        mpi_args=("-launcher", "ssh", "-launcher-exec", str(agent)),
+    )
+    line = build(request, Launcher(Flavour.MPICH, str(MPICH / "bin" / "mpiexec"), "5"))
+    done = subprocess.run(
+        line.argv, env={**environ, **line.added_environ}, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (done.stdout, done.returncode) == ("[0] A=1\n[1] A=1\n", 0), done.stderr
