@@ -249,6 +249,7 @@ class Supervisor:
             _say(str(line))
         if line.make_directory is not None:
             make_folder(line.make_directory)
+        # What the line adds comes last, because with Hydra it has to (``command._LAST``).
         environ = {**self.request.environ, KEY: self._key.hex(), **line.added_environ}
         if self.launcher.flavour.is_open_mpi and self._is_here and session_directory.BASE not in environ:
             # One that is killed leaves a folder, which the launcher of a later generation could not have.
