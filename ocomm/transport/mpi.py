@@ -110,6 +110,11 @@ def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, 
         with contextlib.suppress(OSError):  # no such folder: Open MPI takes another
             memory = os.statvfs("/dev/shm")
             wanted |= mpi_settings.segment(version[0], ranks_of_host, memory.f_bavail * memory.f_frsize)
+    if name == "MPICH":
+        if not may_read_memory():
+            wanted |= mpi_settings.MPICH_WITHOUT_READING
+        if not os.environ.keys().isdisjoint(mpi_settings.MPICH):  # they fit each other
+            wanted = {variable: value for variable, value in wanted.items() if variable not in mpi_settings.MPICH}
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:
         return left
@@ -121,6 +126,21 @@ def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, 
         for name, value in left.items()
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+def may_read_memory() -> bool:
+    """Returns False where no process may read another one's memory: a container's seccomp profile can forbid it."""
+    ends = ctypes.create_string_buffer(1), ctypes.create_string_buffer(1)
+    pieces = [ctypes.byref(_Piece(ctypes.addressof(end), 1)) for end in ends]
+    try:
+        read = ctypes.CDLL(None).process_vm_readv
+    except AttributeError:  # not Linux
+        return False
+    return read(os.getpid(), pieces[0], ctypes.c_ulong(1), pieces[1], ctypes.c_ulong(1), ctypes.c_ulong(0)) == 1
 
 
 def _parameter_files(libraries: Sequence[str], environ: Mapping[str, str]) -> list[str]:
