@@ -307,7 +307,12 @@ def test_variables_reach_ranks_that_mpich_starts_on_other_hosts(tmp_path: Path) 
     )
     line = build(request, Launcher(Flavour.MPICH, str(MPICH / "bin" / "mpiexec"), "5"))
     done = subprocess.run(
-        line.argv, env={**environ, **line.added_environ}, capture_output=True, text=True, timeout=LIMIT_S
+        line.argv,
+        env={**environ, **line.added_environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert (sorted(done.stdout.splitlines()), done.returncode) == (["[0] A=1", "[1] A=1"], 0), done.stderr
 
