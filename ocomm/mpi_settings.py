@@ -28,13 +28,14 @@ OPEN_MPI: Mapping[str, str] = {
 OPEN_MPI_ON_ONE_HOST: Mapping[str, str] = {"btl": "^tcp"}
 #: Environment for MPICH. Where ranks may not read each other's memory, as on Ubuntu, it passes on one cell of shared
 #: memory when it is asked how a message is doing: with its cells of 16 kB an allreduce of 64 MB on 2 ranks takes
-#: 1,130 ms, with these 35. There are so few that a rank takes no more shared memory, which is 5.3 MB. A buffer must be
-#: as large as a cell.
+#: 1,130 ms, with these 31. A buffer must be as large as a cell. With fewer cells than MPICH's 64, ranks can wait for
+#: each other for ever (seen with 8 cells and 16 ranks).
 MPICH: Mapping[str, str] = {
     "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_CELL_SIZE": str(64 << 10),
-    "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS": "8",
     "MPIR_CVAR_CH4_PACK_BUFFER_SIZE": str(64 << 10),
 }
+#: Bytes of shared memory that there must be for each rank of MPICH with these cells.
+MPICH_NBYTES = 16 << 20
 #: Environment for MPICH where a container forbids that a rank reads another one's memory. MPICH looks for Ubuntu's way
 #: of forbidding it alone, and ends jobs with "process_vm_readv failed".
 MPICH_WITHOUT_READING: Mapping[str, str] = {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
