@@ -106,17 +106,18 @@ def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, 
     """
     name, version = mpi.get_vendor()
     wanted = mpi_settings.environment(name, one_host)
-    free_nbytes = 1 << 62  # no such folder: the library takes another
+    free_nbytes = all_nbytes = 1 << 62  # no such folder: the library takes another
     with contextlib.suppress(OSError):
         memory = os.statvfs("/dev/shm")
-        free_nbytes = memory.f_bavail * memory.f_frsize
+        free_nbytes, all_nbytes = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
     if name == "Open MPI":
         wanted |= mpi_settings.segment(version[0], ranks_of_host, free_nbytes)
     if name == "MPICH":
         if not may_read_memory():
             wanted |= mpi_settings.MPICH_WITHOUT_READING
         is_users = not os.environ.keys().isdisjoint(mpi_settings.MPICH)  # they fit each other
-        if is_users or free_nbytes < ranks_of_host * mpi_settings.MPICH_NBYTES:
+        # Ranks must agree on the sizes, so it is not asked what is free, which changes while they start.
+        if is_users or all_nbytes < ranks_of_host * mpi_settings.MPICH_NBYTES:
             wanted = {variable: value for variable, value in wanted.items() if variable not in mpi_settings.MPICH}
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:

@@ -27,7 +27,7 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("OMPI_MCA_", "OPAL_", "UCX_", "FI_", "MPIR_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 40, f_frsize=1))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 40, f_blocks=1 << 40, f_frsize=1))
 
 
 @pytest.mark.parametrize(
