@@ -26,16 +26,6 @@ OPEN_MPI: Mapping[str, str] = {
 #: Further MCA parameters if all ranks are on one host: nothing needs TCP, whose port would be open on all interfaces.
 #: They exclude TCP instead of naming other transports, because those differ between builds of Open MPI.
 OPEN_MPI_ON_ONE_HOST: Mapping[str, str] = {"btl": "^tcp"}
-#: Environment for MPICH. Where ranks may not read each other's memory, as on Ubuntu, it passes on one cell of shared
-#: memory when it is asked how a message is doing: with its cells of 16 kB an allreduce of 64 MB on 2 ranks takes
-#: 1,130 ms, with these 31. A buffer must be as large as a cell. With fewer cells than MPICH's 64, ranks can wait for
-#: each other for ever (seen with 8 cells and 16 ranks).
-MPICH: Mapping[str, str] = {
-    "MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_CELL_SIZE": str(64 << 10),
-    "MPIR_CVAR_CH4_PACK_BUFFER_SIZE": str(64 << 10),
-}
-#: Bytes of shared memory that there must be for each rank of MPICH with these cells.
-MPICH_NBYTES = 16 << 20
 #: Environment for MPICH where a container forbids that a rank reads another one's memory. MPICH looks for Ubuntu's way
 #: of forbidding it alone, and ends jobs with "process_vm_readv failed".
 MPICH_WITHOUT_READING: Mapping[str, str] = {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
@@ -66,8 +56,8 @@ def environment(library: str, one_host: bool) -> dict[str, str]:
     if library == "Open MPI":
         parameters = {**OPEN_MPI, **(OPEN_MPI_ON_ONE_HOST if one_host else {})}
         return {f"OMPI_MCA_{name}": value for name, value in parameters.items()}
-    if library in ("MPICH", "Intel MPI"):
-        return {**(MPICH if library == "MPICH" else {}), **(MPICH_ON_ONE_HOST if one_host else {})}
+    if library in ("MPICH", "Intel MPI") and one_host:
+        return dict(MPICH_ON_ONE_HOST)
     return {}
 
 

@@ -106,19 +106,12 @@ def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, 
     """
     name, version = mpi.get_vendor()
     wanted = mpi_settings.environment(name, one_host)
-    free_nbytes = all_nbytes = 1 << 62  # no such folder: the library takes another
-    with contextlib.suppress(OSError):
-        memory = os.statvfs("/dev/shm")
-        free_nbytes, all_nbytes = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
     if name == "Open MPI":
-        wanted |= mpi_settings.segment(version[0], ranks_of_host, free_nbytes)
-    if name == "MPICH":
-        if not may_read_memory():
-            wanted |= mpi_settings.MPICH_WITHOUT_READING
-        is_users = not os.environ.keys().isdisjoint(mpi_settings.MPICH)  # they fit each other
-        # Ranks must agree on the sizes, so it is not asked what is free, which changes while they start.
-        if is_users or all_nbytes < ranks_of_host * mpi_settings.MPICH_NBYTES:
-            wanted = {variable: value for variable, value in wanted.items() if variable not in mpi_settings.MPICH}
+        with contextlib.suppress(OSError):  # no such folder: Open MPI takes another
+            memory = os.statvfs("/dev/shm")
+            wanted |= mpi_settings.segment(version[0], ranks_of_host, memory.f_bavail * memory.f_frsize)
+    if name == "MPICH" and not may_read_memory():
+        wanted |= mpi_settings.MPICH_WITHOUT_READING
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}
     if name != "Open MPI" or not left:
         return left
