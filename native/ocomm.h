@@ -104,6 +104,7 @@ typedef struct {
     int32_t status_nbytes;
     int32_t any_source;
     int32_t undefined;
+    int32_t tests_move_little; /* a long message between ranks of a host takes many tests, each of which moves a piece */
 } ocomm_mpi;
 
 /* The operations that are not loops, with their slots in this order:

@@ -192,7 +192,9 @@ class Session:
             if native:
                 from ocomm.collectives.native_engine import NativeEngine
 
-                engine: Engine = NativeEngine(abi, settings.spin_us, settings.idle_ms, self._pool)
+                engine: Engine = NativeEngine(
+                    abi, settings.spin_us, settings.idle_ms, self._pool, is_alone=topology.local_size == 1
+                )
             else:
                 engine = PythonEngine(self.kernels, control.arrival, settings.idle_ms)
             core = background_core(settings.thread_affinity, topology)

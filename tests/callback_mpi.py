@@ -29,6 +29,7 @@ class CallbackMpi:
     iprobe: int
     get_count: int
     byte_type, handle_nbytes, status_nbytes, any_source, undefined = 0, 8, 24, -1, -32766
+    tests_move_little = False
 
     def __init__(self) -> None:
         self.transports: dict[int, LocalTransport] = {}

@@ -298,10 +298,17 @@ class NativeEngine:
     """The ``engine.Engine`` in C.
 
     ``abi`` is a ``transport.mpi.MpiAbi``, or None for a job of one rank without MPI. ``pool`` helps with computations,
-    and is closed by its owner.
+    and is closed by its owner. ``is_alone`` says that no other rank of the job is on this host.
     """
 
-    def __init__(self, abi: Any = None, spin_us: float = 50.0, idle_ms: float = 5.0, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        abi: Any = None,
+        spin_us: float = 50.0,
+        idle_ms: float = 5.0,
+        pool: Pool | None = None,
+        is_alone: bool = False,
+    ) -> None:
         mpi = ffi.NULL
         if abi is not None:
             mpi = ffi.new("ocomm_mpi *")
@@ -309,6 +316,7 @@ class NativeEngine:
                 setattr(mpi, name, ffi.cast("void *", getattr(abi, name)))
             for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
                 setattr(mpi, name, getattr(abi, name))
+            mpi.tests_move_little = abi.tests_move_little and not is_alone
         self._pool = pool
         pointer = lib.ocomm_engine_new(mpi, pointer_to(pool), int(spin_us * 1e3), int(idle_ms * 1e6))
         if pointer == ffi.NULL:

@@ -262,6 +262,9 @@ class MpiAbi:
     status_nbytes: int
     any_source: int
     undefined: int
+    #: A long message between ranks of one host takes many tests, each of which moves a piece of it: MPICH where ranks
+    #: may not read each other's memory. Others move all that there is.
+    tests_move_little: bool
 
 
 def _handle(mpi: ModuleType, thing: Any) -> int:
@@ -292,6 +295,7 @@ def abi() -> MpiAbi:
         status_nbytes=mpi._sizeof(mpi.Status),
         any_source=mpi.ANY_SOURCE,
         undefined=mpi.UNDEFINED,
+        tests_move_little=mpi.get_vendor()[0] == "MPICH",
     )
 
 

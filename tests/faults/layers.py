@@ -109,7 +109,7 @@ class FaultyMpi:
     get_count: int
 
     def __init__(self, table: Any, calls: Calls) -> None:
-        for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined"):
+        for name in ("byte_type", "handle_nbytes", "status_nbytes", "any_source", "undefined", "tests_move_little"):
             setattr(self, name, getattr(table, name))
         self._table = table
         self._kept = {}
