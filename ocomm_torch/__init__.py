@@ -1,5 +1,7 @@
 """Horovod's API for Torch: ``import ocomm_torch as hvd``. This module only re-exports names."""
 
+import torch as _torch
+
 from ocomm.api import (
     Adasum,
     Average,
@@ -184,3 +186,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+# Where threads are the first to call MKL at the same time, some of them get square roots of 12 bits (Torch 2.13). The
+# steps of Adam on that rank would differ from those on all others.
+_torch.ones(1, device="cpu").sqrt()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -133,3 +135,29 @@ def test_ranks_whose_adams_round_differently_stay_equal_in_warm_up(
     assert len(set(results)) == 1
     (said,) = [record.getMessage() for record in caplog.records if "round differently" in record.getMessage()]
     assert "rank(s) [0] have" in said and "rank(s) [1, 2] have" in said and "fused" in said and "foreach" in said
+
+
+def test_threads_that_are_the_first_to_take_square_roots_take_the_same_ones() -> None:
+    """Of processes in which nothing has been imported but Torch, 1 in 50 has threads whose roots have 12 bits."""
+    script = """
+import os, threading, torch
+import ocomm_torch
+
+values = torch.rand(1200) + 0.1
+
+def is_same():
+    start, roots = threading.Barrier(6), []
+    threads = [threading.Thread(target=lambda: (start.wait(), roots.append(values.sqrt()))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(torch.equal(one, values.sqrt()) for one in roots)
+
+for process in range(200):
+    if not os.fork():
+        os._exit(0 if is_same() else 1)
+    assert os.wait()[1] == 0, process
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
