@@ -350,7 +350,7 @@ def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]
         )
         found.append(
             f"the launcher has bound each rank to {own} of {launchers} cores, which {whose}: start with --bind-to none "
-            "(mpirun) or --cpu-bind=none (srun)"
+            "(mpirun), I_MPI_PIN=0 (Intel MPI) or --cpu-bind=none (srun)"
         )
     return found
 

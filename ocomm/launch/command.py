@@ -291,6 +291,8 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if not request.spans_hosts:
         added |= {name: value for name, value in MPICH_ON_ONE_HOST.items() if name not in request.environ}
         added |= request.loopback
+    if intel and request.binding_args is None and not any(name.startswith("I_MPI_PIN") for name in request.environ):
+        added["I_MPI_PIN"] = "0"
 
     options = ["-prepend-rank"]
     if request.output_directory is not None:

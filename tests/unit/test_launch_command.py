@@ -148,17 +148,24 @@ def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
 
 def test_intel_mpi_on_this_machine():
     expected = words(f"/x/mpiexec.hydra -prepend-rank -host localhost -n 2 {NO_INPUT} python train.py")
-    assert build(local(), INTEL_MPI) == CommandLine(expected, ON_ONE_HOST)
+    assert build(local(), INTEL_MPI) == CommandLine(expected, {**ON_ONE_HOST, "I_MPI_PIN": "0"})
+
+
+@pytest.mark.parametrize(
+    "own", [{"environ": {"I_MPI_PIN_DOMAIN": "socket"}}, {"binding_args": ("-genv", "I_MPI_PIN", "1")}]
+)
+def test_intel_mpi_binds_ranks_to_cores_as_the_user_says(own):
+    assert "I_MPI_PIN" not in build(local(**own), INTEL_MPI).added_environ
 
 
 def test_intel_mpi_over_hosts_has_a_set_of_arguments_for_each():
     assert build(remote(ssh_port=2222), INTEL_MPI) == CommandLine(
         words(
             "/x/mpiexec.hydra -prepend-rank -outfile-pattern /out/rank.%r.out -errfile-pattern /out/rank.%r.err "
-            "-iface eth1 -bootstrap-exec-args '-p 2222' -genvlist HOROVOD_CYCLE_TIME,NCCL_SOCKET_IFNAME,"
+            "-iface eth1 -bootstrap-exec-args '-p 2222' -genvlist HOROVOD_CYCLE_TIME,I_MPI_PIN,NCCL_SOCKET_IFNAME,"
             f"OCOMM_CYCLE_TIME,PATH -host a -n 2 {NO_INPUT} python train.py : -host b -n 1 {NO_INPUT} python train.py"
         ),
-        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1", **LAST},
+        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1", "I_MPI_PIN": "0", **LAST},
         "/out",
     )
 
@@ -214,7 +221,7 @@ def test_tcp_only_leaves_no_other_way():
     assert "--mca btl_tcp_if_include lo " in str(build(local(tcp_only=True), OPEN_MPI_5))
     tcp = {"FI_PROVIDER": "tcp", **ON_ONE_HOST}
     assert build(local(tcp_only=True), MPICH).added_environ == {**tcp, "UCX_TLS": "tcp,self"}
-    assert build(local(tcp_only=True), INTEL_MPI).added_environ == {**tcp, "I_MPI_FABRICS": "ofi"}
+    assert build(local(tcp_only=True), INTEL_MPI).added_environ == {**tcp, "I_MPI_FABRICS": "ofi", "I_MPI_PIN": "0"}
 
 
 @pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL_MPI])

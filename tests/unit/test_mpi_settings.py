@@ -123,7 +123,7 @@ def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.Monkey
     )
     assert bound == (
         "the launcher has bound each rank to 1 of 8 cores, which the 2 ranks of this host could share: start "
-        "with --bind-to none (mpirun) or --cpu-bind=none (srun)"
+        "with --bind-to none (mpirun), I_MPI_PIN=0 (Intel MPI) or --cpu-bind=none (srun)"
     )
     assert _left_to_the_launcher({}, 8) == [bound.replace("the 2 ranks", "the 8 ranks")]
 
