@@ -1,4 +1,4 @@
-"""Horovod's API for Torch: ``import ocomm_torch as hvd``. This module only re-exports names."""
+"""Horovod's API for Torch: ``import ocomm_torch as hvd``. This module re-exports names, and prepares Torch."""
 
 import torch as _torch
 
