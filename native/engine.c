@@ -793,11 +793,17 @@ static int is_whole(ocomm_engine *engine, const flight *f, int i) {
     return error || count == f->nbytes;
 }
 
-/* Returns 1 if messages are over, 2 if none is but the next test will move more of them, 0 if nothing has moved, and -1
- * if MPI has failed. */
-static int poll_requests(ocomm_engine *engine) {
+/* What a test of all requests has found, or done. */
+typedef enum {
+    NOTHING,
+    MESSAGES, /* some are over */
+    PIECES,   /* none is over, but the next test will move more of them */
+    MPI_FAILED,
+} progress;
+
+static progress poll_requests(ocomm_engine *engine) {
     if (!engine->request_count)
-        return 0;
+        return NOTHING;
     int done = 0;
     int64_t begin = now_ns();
     int error = ((testsome_fn)engine->mpi.testsome)(engine->request_count, engine->requests, &done, engine->indices,
@@ -806,10 +812,12 @@ static int poll_requests(ocomm_engine *engine) {
     engine->counters.network_ns += took;
     if (error) {
         engine->error = error;
-        return -1;
+        return MPI_FAILED;
     }
-    if (done == engine->mpi.undefined || done <= 0)
-        return engine->mpi.tests_move_little && took > IDLE_TEST_NS + IDLE_REQUEST_NS * engine->request_count ? 2 : 0;
+    if (done == engine->mpi.undefined || done <= 0) {
+        const int64_t idle_ns = IDLE_TEST_NS + IDLE_REQUEST_NS * engine->request_count;
+        return engine->mpi.tests_move_little && took > idle_ns ? PIECES : NOTHING;
+    }
     /* first count what has arrived, then close the gaps from the end, then continue segments (which posts more) */
     for (int i = 0; i < done; i++) {
         flight *f = &engine->flights[engine->indices[i]];
@@ -834,7 +842,7 @@ static int poll_requests(ocomm_engine *engine) {
             kept++;
         }
     engine->request_count = kept;
-    return engine->error ? -1 : 1;
+    return engine->error ? MPI_FAILED : MESSAGES;
 }
 
 static int step_channel(ocomm_channel *channel) {
@@ -984,13 +992,13 @@ int ocomm_engine_run(ocomm_engine *engine, int64_t max_ns) {
             fail_all(engine, OCOMM_ABORTED, 0);
         int64_t now = now_ns();
         if (!engine->failed) {
-            int polled = poll_requests(engine);
-            if (polled < 0) {
+            const progress polled = poll_requests(engine);
+            if (polled == MPI_FAILED) {
                 fail_all(engine, OCOMM_MPI_ERROR, engine->error);
                 reason |= OCOMM_FAILED;
             }
-            came = polled == 1;
-            moves_on = polled == 2;
+            came = polled == MESSAGES;
+            moves_on = polled == PIECES;
             engine->offloads = 0;
             moved |= came | serve(channels, &busy) | (engine->offloads & 2);
             if (busy && now - last_expiry > 10000000) {

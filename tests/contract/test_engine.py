@@ -836,7 +836,7 @@ def test_an_error_of_the_network_ends_all_plans_with_its_code() -> None:
 
 
 @pytest.mark.parametrize(("tests_move_little", "is_alone"), [(False, False), (True, True), (True, False)])
-def test_after_long_waits_the_native_engine_no_longer_spins_for_who_waits(
+def test_after_long_waits_the_native_engine_sleeps_after_each_test_that_moves_nothing(
     tests_move_little: bool, is_alone: bool
 ) -> None:
     """But for the time that it is told to spin, here none, it sleeps after every poll that has found nothing. It tests
@@ -863,6 +863,27 @@ def test_after_long_waits_the_native_engine_no_longer_spins_for_who_waits(
     # Those which have seen a plan or a message, and the last of each run.
     sleeps = counters["polls"] - counters["sleeps"] - before <= 2 * 3 + runs
     assert sleeps == (is_alone or not tests_move_little)
+    engine.close()
+
+
+def test_tests_that_move_pieces_leave_half_of_a_core() -> None:
+    """Each takes longer here than any sleep of an engine for which nobody waits, so none is followed by another."""
+
+    class SlowMpi(CallbackMpi):
+        tests_move_little = True
+
+        def _testsome(self, *arguments: int) -> int:
+            time.sleep(0.002)
+            return super()._testsome(*arguments)
+
+    fabric, mpi = Fabric(2), SlowMpi()
+    engine = NativeEngine(mpi)
+    channel = engine.open_channel(mpi.attach(fabric.endpoint(0)), 1)
+    channel.submit(channel.prepare(message_plan(0, aligned(1), [], [1])), 60.0, False)
+    assert engine.run(0.1) == Reason(0)
+    counters = engine.counters()
+    # Two more: the one that has seen the plan, and the last.
+    assert 2 < counters["polls"] <= counters["sleeps"] + 2
     engine.close()
 
 
