@@ -35,8 +35,8 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("Open MPI", False, OPEN_MPI),
         ("Open MPI", True, {**OPEN_MPI, "OMPI_MCA_btl": "^tcp"}),
-        ("MPICH", False, {}),
-        ("MPICH", True, {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}),
+        ("MPICH", False, {"UCX_TLS": "^posix"}),
+        ("MPICH", True, {"UCX_TLS": "^posix", "UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}),
         ("Intel MPI", True, {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}),
         ("Another", True, {}),
     ],
@@ -49,7 +49,7 @@ def test_mpich_reads_no_memory_where_a_container_forbids_it(tmp_path: Path, monk
     assert mpi.may_read_memory()
     monkeypatch.setattr(mpi, "may_read_memory", lambda: False)
     left = mpi._settings(library(tmp_path, "MPICH"), False, 1)
-    assert left == {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+    assert left == {"UCX_TLS": "^posix", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 
 
 def test_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
