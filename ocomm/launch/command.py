@@ -286,12 +286,18 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     intel = launcher.flavour is Flavour.INTEL_MPI
     added = _common(request)
     if request.tcp_only:
-        added |= {"FI_PROVIDER": "tcp"} | ({"I_MPI_FABRICS": "ofi"} if intel else {"UCX_TLS": "tcp,self"})
+        added["FI_PROVIDER"] = "tcp"
+        if intel:
+            added["I_MPI_FABRICS"] = "ofi"
+        elif request.spans_hosts:
+            added["UCX_TLS"] = "tcp,self"  # not on one host, whose ranks UCX does not reach over loopback
     added |= _nccl_interfaces(request)
     if not request.spans_hosts:
         added |= {name: value for name, value in MPICH_ON_ONE_HOST.items() if name not in request.environ}
         added |= request.loopback
-    if intel and request.binding_args is None and not any(name.startswith("I_MPI_PIN") for name in request.environ):
+    # -genv sets variables, too, but I_MPI_PIN=0 would win over an I_MPI_PIN_DOMAIN.
+    asked = [*request.environ, *request.mpi_args]
+    if intel and request.binding_args is None and not any(word.startswith("I_MPI_PIN") for word in asked):
         added["I_MPI_PIN"] = "0"
 
     options = ["-prepend-rank"]

@@ -152,7 +152,13 @@ def test_intel_mpi_on_this_machine():
 
 
 @pytest.mark.parametrize(
-    "own", [{"environ": {"I_MPI_PIN_DOMAIN": "socket"}}, {"binding_args": ("-genv", "I_MPI_PIN", "1")}]
+    "own",
+    [
+        {"environ": {"I_MPI_PIN_DOMAIN": "socket"}},
+        {"binding_args": ("-genv", "I_MPI_PIN", "1")},
+        {"mpi_args": ("-genv", "I_MPI_PIN_DOMAIN", "socket")},
+        {"mpi_args": ("-genv", "I_MPI_PIN_DOMAIN=socket")},
+    ],
 )
 def test_intel_mpi_binds_ranks_to_cores_as_the_user_says(own):
     assert "I_MPI_PIN" not in build(local(**own), INTEL_MPI).added_environ
@@ -220,7 +226,8 @@ def test_tcp_only_leaves_no_other_way():
     assert "--mca btl tcp,self " in str(build(local(tcp_only=True), OPEN_MPI_5))
     assert "--mca btl_tcp_if_include lo " in str(build(local(tcp_only=True), OPEN_MPI_5))
     tcp = {"FI_PROVIDER": "tcp", **ON_ONE_HOST}
-    assert build(local(tcp_only=True), MPICH).added_environ == {**tcp, "UCX_TLS": "tcp,self"}
+    assert build(local(tcp_only=True), MPICH).added_environ == tcp
+    assert build(remote(tcp_only=True), MPICH).added_environ["UCX_TLS"] == "tcp,self"
     assert build(local(tcp_only=True), INTEL_MPI).added_environ == {**tcp, "I_MPI_FABRICS": "ofi", "I_MPI_PIN": "0"}
 
 
