@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-intel-mpi test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
 
 install: $(STAMP)
 
@@ -106,14 +106,17 @@ $(GPU_PARTS:%=test-gpu-%): test-gpu-%: install
 
 # The same extension and mpi4py under another MPI, which has an environment of its own: two MPIs in one get in each
 # other's way.
-$(VENV)-mpich/bin/mpiexec:
-	python3 -m venv $(VENV)-mpich && $(VENV)-mpich/bin/pip install -q $(PIP_ARGS) mpich
+WHEEL_OF_mpich := mpich
+WHEEL_OF_intel-mpi := impi-rt
+$(VENV)-%/bin/mpiexec:
+	python3 -m venv $(VENV)-$* && $(VENV)-$*/bin/pip install -q $(PIP_ARGS) $(WHEEL_OF_$*)
 
-test-mpich: install $(VENV)-mpich/bin/mpiexec
-	TEST_MPICH=$(CURDIR)/$(VENV)-mpich timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py
+# Intel MPI binds each rank to its part of the cores unless it is told not to.
+test-mpich test-intel-mpi: test-%: install $(VENV)-%/bin/mpiexec
+	TEST_MPICH=$(CURDIR)/$(VENV)-$* timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py
 	for n in 2 4; do for tests in '$(WITHOUT_TF)' '$(WITH_TF)'; do \
-	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-mpich/lib TEST_MPI_SIZE=$$n \
-	    timeout 1200 $(VENV)-mpich/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header --timeout=900 \
+	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-$*/lib I_MPI_PIN=0 TEST_MPI_SIZE=$$n \
+	    timeout 1200 $(VENV)-$*/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header --timeout=900 \
 	        $$tests </dev/null || exit 1; \
 	done; done
 

@@ -2,6 +2,7 @@
 
 Jobs that no launcher of MPI's starts need MPICH, beside Open MPI in no environment: TEST_MPICH is a folder with its
 lib/libmpi.so.12 (a virtual environment into which pip has installed mpich), by default what ``make test-mpich`` makes.
+Intel MPI (impi-rt), which is made from MPICH, may take its place.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 MPIRUN = Path(sys.executable).with_name("mpirun")
 ROOT = Path(__file__).resolve().parents[2]
 MPICH = Path(os.environ.get("TEST_MPICH", ROOT / ".venv-mpich"))
+IS_INTEL_MPI = (MPICH / "bin" / "impi_info").exists()
 #: Seconds after which a job hangs: it takes a tenth of that on a machine of its own.
 LIMIT_S = 240.0
 
