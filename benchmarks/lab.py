@@ -2,7 +2,8 @@
 
     python benchmarks/lab.py --hosts 4 --rate 100mbit python train.py --epochs 1
 
-See ``ocomm/bench/_lab.py`` for what a host is. Prints what each host sent.
+See ``ocomm/bench/_lab.py`` for what a host is. As over ssh, ranks have no variables of this environment: give theirs
+with ``env NAME=VALUE python train.py``. Prints what each host sent.
 """
 
 from __future__ import annotations

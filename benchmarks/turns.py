@@ -189,8 +189,7 @@ def in_lab(module: str, args: argparse.Namespace, rate: str, environ: Mapping[st
         program = [sys.executable, "-m", module, "--rate", rate, "--json", str(output), *words]
         variables = {"BENCH_MASTER": lab.address(0), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         variables |= environ or {}
-        options = [word for name in variables for word in ("-x", name)]
-        command = lab.mpirun(args.hosts * args.slots, program, slots=args.slots, options=options)
+        command = lab.mpirun(args.hosts * args.slots, program, slots=args.slots, exported=variables)
         started = time.perf_counter()
         done = lab.run(command, args.timeout, variables)
         if not output.exists():

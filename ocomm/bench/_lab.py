@@ -19,7 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -47,11 +47,13 @@ echo ready
 exec cat
 """
 
-# The launch agent, with the semantics of ssh: options, host, then words that a shell on that host puts together.
+# The launch agent, with the semantics of ssh: options, host, then words that a shell on that host puts together. The
+# environment stays behind.
 _AGENT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do shift; done
 host=$1; shift
-exec ip netns exec "$host" nsenter --uts="/run/uts/$host" -- sh -c "$*"
+here="ip netns exec $host nsenter --uts=/run/uts/$host --"
+exec $here env -i HOME="$HOME" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin sh -c "$*"
 """
 
 
@@ -157,10 +159,11 @@ class Lab:
         here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
         return [*self._enter, *here, *there, *command]
 
-    def mpirun(self, ranks: int, command: Sequence[str], *, slots: int = 1, options: Sequence[str] = ()) -> list[str]:
+    def mpirun(self, ranks: int, command: Sequence[str], *, slots: int = 1, exported: Iterable[str] = ()) -> list[str]:
         """Returns the command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
 
-        It has the TCP settings of ocommrun; ``options`` are passed to mpirun. Open MPI 5.
+        It has the TCP settings of ocommrun. The ranks get the ``exported`` variables of its environment, and no others.
+        Open MPI 5.
         """
         launcher = Path(sys.executable).with_name("mpirun")
         found = str(launcher) if launcher.exists() else shutil.which("mpirun")
@@ -170,8 +173,8 @@ class Lab:
         library = {"pml": "ob1", "btl": "tcp,self,sm", **OPEN_MPI}
         words = [word for name, value in library.items() for word in ("--mca", name, value)]
         mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
-        lab = self.mpi_options()
-        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *lab, *options, *command])
+        words += self.mpi_options() + [word for name in exported for word in ("-x", name)]
+        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *command])
 
     def mpi_options(self) -> list[str]:
         """Returns what any mpirun or ``ocommrun --mpi-args`` needs in the lab: how hosts are reached, and over which

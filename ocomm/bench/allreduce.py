@@ -146,7 +146,8 @@ def _run_in_lab(args: argparse.Namespace) -> int:
             command += ["--rounds", *map(str, args.rounds), "--operations", *args.operations]
             inside = {"GLOO_SOCKET_IFNAME": "eth0", _IN_LAB: "1"}
             try:
-                done = lab.run(lab.mpirun(args.hosts, command), _TIMEOUT_S + 4 * args.seconds, inside, capture=False)
+                line = lab.mpirun(args.hosts, command, exported=inside)
+                done = lab.run(line, _TIMEOUT_S + 4 * args.seconds, inside, capture=False)
             except LabError as error:
                 print(f"allreduce: {error}", file=sys.stderr)
                 return 1
