@@ -59,7 +59,8 @@ def explain(
         case State.TIMED_OUT:
             late = [ranks[rank] for rank in channel.waiting_for()]
             why = (
-                f"rank(s) {late} have not sent their part. All ranks must make the same calls in the same order"
+                f"rank(s) {late} have not sent their part, or wait for ranks that they name themselves. All ranks must "
+                "make the same calls in the same order"
                 if late
                 else f"{device} has not finished"
             )

@@ -41,8 +41,8 @@ def explained(ended: Ended, **options: Any) -> OcommError:
         (
             Ended(State.TIMED_OUT, late=(1,)),
             StallError,
-            "Lion.1: step 3 was not over within its timeout of 2 s; rank(s) [7] have not sent their part. All ranks "
-            "must make the same calls in the same order.",
+            "Lion.1: step 3 was not over within its timeout of 2 s; rank(s) [7] have not sent their part, or wait for "
+            "ranks that they name themselves. All ranks must make the same calls in the same order.",
         ),
         (
             Ended(State.TIMED_OUT),
