@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
 from ocomm.launch.hosts import Host, is_in_allocation, place, total_slots
-from ocomm.mpi_settings import MPICH_ON_ONE_HOST, OPEN_MPI
+from ocomm.mpi_settings import MPICH, MPICH_ON_ONE_HOST, OPEN_MPI
 from ocomm.torch_variables import exports
 
 # The number of hosts, Horovod's, from which on a tree of ssh connections costs more than it saves, because of host keys
@@ -285,6 +285,8 @@ def _unless_given(request: LaunchRequest, *options: tuple[str, str]) -> list[str
 def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     intel = launcher.flavour is Flavour.INTEL_MPI
     added = _common(request)
+    if not intel:
+        added |= _unset(request, MPICH)
     if request.tcp_only:
         added["FI_PROVIDER"] = "tcp"
         if intel:
@@ -293,7 +295,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             added["UCX_TLS"] = "tcp,self"  # not on one host, whose ranks UCX does not reach over loopback
     added |= _nccl_interfaces(request)
     if not request.spans_hosts:
-        added |= {name: value for name, value in MPICH_ON_ONE_HOST.items() if name not in request.environ}
+        added |= _unset(request, MPICH_ON_ONE_HOST)
         added |= request.loopback
     # -genv sets variables, too, but I_MPI_PIN=0 would win over an I_MPI_PIN_DOMAIN.
     asked = [*request.environ, *request.mpi_args]
@@ -334,6 +336,10 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     return CommandLine((launcher.path, *argv), added, request.output_directory)
 
 
+def _unset(request: LaunchRequest, variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in request.environ}
+
+
 def _named_for_others(request: LaunchRequest) -> tuple[Host, ...]:
     # Hydra tells the other hosts to connect to the first one by its name, which therefore must not be "localhost".
     if not request.spans_hosts:
@@ -351,7 +357,9 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         # sm.
         parameters = [*_transport(request, five=False), *OPEN_MPI.items(), *_tcp_interfaces(request)]
         added |= {f"OMPI_MCA_{name}": value for name, value in parameters if not _chosen_by_user(request, name)}
-    elif request.tcp_only:
+    elif request.library_family == "MPICH":
+        added |= _unset(request, MPICH)
+    if request.tcp_only and not open_mpi:
         added |= {"FI_PROVIDER": "tcp"}
     added |= _nccl_interfaces(request)
 

@@ -24,6 +24,7 @@ TUNING = (
 #: Hydra loses the variable in the last place of the environment on its way to other hosts.
 LAST = {"_OCOMM_LAST": ""}
 ON_ONE_HOST = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
+WITHOUT_POSIX = {"UCX_TLS": "^posix"}
 NO_INPUT = """sh -c 'exec "$0" "$@" </dev/null'"""
 
 
@@ -131,7 +132,7 @@ def test_open_mpi_4_over_hosts():
 
 def test_mpich_on_this_machine():
     expected = words(f"/x/mpirun -n 2 -hosts localhost:2 -prepend-rank {NO_INPUT} python train.py")
-    assert build(local(), MPICH) == CommandLine(expected, ON_ONE_HOST)
+    assert build(local(), MPICH) == CommandLine(expected, {**WITHOUT_POSIX, **ON_ONE_HOST})
 
 
 def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
@@ -139,9 +140,15 @@ def test_mpich_over_hosts_calls_this_one_by_a_name_that_the_others_know():
         words(
             "/x/mpirun -n 3 -hosts a:2,b:1 -prepend-rank -outfile-pattern /out/rank.%r.out -errfile-pattern "
             "/out/rank.%r.err -iface eth1 -genvlist HOROVOD_CYCLE_TIME,HYDRA_LAUNCHER_EXTRA_ARGS,NCCL_SOCKET_IFNAME,"
-            f"OCOMM_CYCLE_TIME,PATH {NO_INPUT} python train.py"
+            f"OCOMM_CYCLE_TIME,PATH,UCX_TLS {NO_INPUT} python train.py"
         ),
-        {"OCOMM_CYCLE_TIME": "2", "NCCL_SOCKET_IFNAME": "eth1", "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222", **LAST},
+        {
+            "OCOMM_CYCLE_TIME": "2",
+            "NCCL_SOCKET_IFNAME": "eth1",
+            "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222",
+            **WITHOUT_POSIX,
+            **LAST,
+        },
         "/out",
     )
 
@@ -203,6 +210,7 @@ def test_srun_puts_the_same_number_of_ranks_on_each_host_that_is_named():
         "/x/srun --ntasks=4 --nodelist=a,b --nodes=2 --ntasks-per-node=2 --mpi=pmi2 --kill-on-bad-exit=1 "
         "--quit-on-interrupt --input=none --export=ALL --label --cpu-bind=none python train.py"
     )
+    assert build(request, SRUN).added_environ == WITHOUT_POSIX
 
 
 def test_in_an_allocation_open_mpi_asks_the_batch_system_for_the_hosts():
@@ -226,7 +234,7 @@ def test_tcp_only_leaves_no_other_way():
     assert "--mca btl tcp,self " in str(build(local(tcp_only=True), OPEN_MPI_5))
     assert "--mca btl_tcp_if_include lo " in str(build(local(tcp_only=True), OPEN_MPI_5))
     tcp = {"FI_PROVIDER": "tcp", **ON_ONE_HOST}
-    assert build(local(tcp_only=True), MPICH).added_environ == tcp
+    assert build(local(tcp_only=True), MPICH).added_environ == {**tcp, **WITHOUT_POSIX}
     assert build(remote(tcp_only=True), MPICH).added_environ["UCX_TLS"] == "tcp,self"
     assert build(local(tcp_only=True), INTEL_MPI).added_environ == {**tcp, "I_MPI_FABRICS": "ofi", "I_MPI_PIN": "0"}
 
@@ -253,7 +261,8 @@ def test_a_network_in_place_of_a_name_is_for_open_mpi_and_not_for_nccl():
 
 def test_what_the_user_sets_for_mpich_is_not_set_again():
     line = build(local(environ={"UCX_NET_DEVICES": "mlx5_0:1"}), MPICH)
-    assert line.added_environ == {"FI_TCP_IFACE": "lo"}
+    assert line.added_environ == {"FI_TCP_IFACE": "lo", **WITHOUT_POSIX}
+    assert "UCX_TLS" not in build(local(environ={"UCX_TLS": "all"}), MPICH).added_environ
 
 
 def test_what_the_user_sets_is_not_set_again():
