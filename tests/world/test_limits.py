@@ -287,6 +287,6 @@ def test_a_rank_that_skips_a_compressed_allreduce_is_named() -> None:
     ranks = Ranks(2, Settings(stall_shutdown_s=1.0, stall_check_s=600.0))
     assert ranks.together(body)[0] == (
         "compressed_allreduce of 'c': call 2 was not over within its timeout of 1 s; rank(s) [1] have not sent their "
-        "part. All ranks must make the same calls in the same order."
+        "part, or wait for ranks that they name themselves. All ranks must make the same calls in the same order."
     )
     ranks.together(lambda _, session: session.shutdown(failed=True))

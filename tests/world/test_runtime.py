@@ -300,7 +300,7 @@ def test_an_exchange_that_does_not_end_names_whom_it_waits_for_and_ends_the_job(
     ends = [outcome(handle) for handle in handles]
     stalls = [
         f"StallError: x on rank {rank} was not over within its timeout of 1 s; rank(s) [{1 - rank}] have not sent "
-        "their part. All ranks must make the same calls in the same order."
+        "their part, or wait for ranks that they name themselves. All ranks must make the same calls in the same order."
         for rank in range(2)
     ]
     assert stalls[0] == ends[0] or stalls[1] == ends[1]
