@@ -118,7 +118,7 @@ def test_a_killed_rank_ends_the_others_by_name_and_leaves_nothing_for_the_next_j
         for process in job.processes.values():
             assert process.stdout is not None
             shared |= set(process.stdout.readline().split())
-        assert shared or IS_INTEL_MPI, "which removes its files while it starts"
+        assert shared or IS_INTEL_MPI  # which removes its files while it starts
         job.processes[killed].kill()
         for rank, (code, said) in job.ended().items():
             if rank != killed:

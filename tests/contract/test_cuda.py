@@ -52,7 +52,7 @@ SCALE_ULPS = 4
 
 LAW = importlib.import_module("ocomm.kernels.reference")
 EVERY_LENGTH = ((), (31,), (4097,), *(pytest.param((n,), marks=pytest.mark.long) for n in (1, 4095, 4096)))
-#: More than a tile, and more than a few, which take seconds each in the simulator.
+#: Several tiles, and a part of one. In the simulator each takes a second.
 MANY = (20_483 if SIMULATED else 100_003,)
 
 Results = Callable[[Any, Kernels], tuple]

@@ -880,10 +880,12 @@ def test_tests_that_move_pieces_leave_half_of_a_core() -> None:
     engine = NativeEngine(mpi)
     channel = engine.open_channel(mpi.attach(fabric.endpoint(0)), 1)
     channel.submit(channel.prepare(message_plan(0, aligned(1), [], [1])), 60.0, False)
-    assert engine.run(0.1) == Reason(0)
-    counters = engine.counters()
-    # Two more: the one that has seen the plan, and the last.
-    assert 2 < counters["polls"] <= counters["sleeps"] + 2
+    runs = 0
+    while (counters := engine.counters())["polls"] < 20:
+        assert engine.run(0.1) == Reason(0)
+        runs += 1
+    # But for the one that has seen the plan, and the last of each run.
+    assert counters["polls"] <= counters["sleeps"] + 1 + runs
     engine.close()
 
 
