@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ocomm.collectives.bridged import BridgedSums
 from ocomm.collectives.engine import Channel, Engine, State, Ticket
 from ocomm.collectives.error_feedback import OneBitAllreduce
-from ocomm.collectives.outcome import explain
+from ocomm.collectives.outcome import cause, explain
 from ocomm.collectives.scratch import Scratch
 from ocomm.collectives.tracing import activities
 from ocomm.errors import (
@@ -534,30 +534,25 @@ class ProcessSet:
         """Completes the handles of plans that are over. Called on the background thread. Raises if a plan failed by
         itself, because other ranks wait for it.
         """
-        still = []
-        failure: OcommError | None = None
+        still: list[_Running] = []
+        over: list[_Running] = []
         for running in self._running:
-            state = running.ticket.state
-            if state < State.DONE:
-                still.append(running)
-                continue
-            error = None
-            if state == State.DONE:
+            (still if running.ticket.state < State.DONE else over).append(running)
+        self._running = still
+        culprit = cause([running.ticket for running in over])
+        failure = None
+        if culprit is not None:
+            what = f"{culprit.plan.name} on rank {self.ranks[self.rank]}"
+            failure = explain(culprit, self._channels.negotiated, self.ranks, what, self.settings.stall_shutdown_s)
+        for running in over:
+            is_done = running.ticket.state == State.DONE
+            if is_done:
                 if running.submitted_ns:
                     self._record(running)
                 running.scratch.give(running.buffers)
-            else:
-                what, limit_s = (
-                    f"{running.ticket.plan.name} on rank {self.ranks[self.rank]}",
-                    self.settings.stall_shutdown_s,
-                )
-                error = explain(running.ticket, self._channels.negotiated, self.ranks, what, limit_s)
-                if state != State.ABORTED and failure is None:
-                    failure = error
             for handle, positions in running.parts.items():
-                handle.complete(positions, running.result, error)
-        self._running = still
-        if failure is not None:
+                handle.complete(positions, running.result, None if is_done else failure)
+        if culprit is not None and failure is not None and culprit.state != State.ABORTED:
             raise failure
 
     def _record(self, running: _Running) -> None:
