@@ -251,8 +251,10 @@ def _supervisor(launch: Launch, settings: Settings, key: bytes) -> SupervisorCli
     """Connects to ``ocommrun``, which watches this job. Without that, jobs that are not elastic go on, with a
     warning.
     """
+    hydras = os.environ.get("PMI_FD", "")
+    connected = int(hydras) if hydras.isdecimal() else -1
     try:
-        return SupervisorClient(settings.elastic_supervisor, key, launch.rank, settings.elastic_generation)
+        return SupervisorClient(settings.elastic_supervisor, key, launch.rank, settings.elastic_generation, connected)
     except LaunchError as error:
         if settings.elastic_folder:
             raise

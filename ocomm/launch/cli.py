@@ -60,15 +60,12 @@ def main(args: Sequence[str] | None = None) -> int:
             print(text)
             return 0 if complete else 1
         _take_default_hosts(options, os.environ)
-        if is_elastic(options):
-            return make_supervisor(options, os.environ).run()
-        watcher = make_watcher(options, os.environ)
-        if watcher is not None:
-            return watcher.run()
-        line = plan(options, os.environ)
+        job = make_supervisor(options, os.environ) if is_elastic(options) else plan(options, os.environ)
+        if isinstance(job, Supervisor):
+            return job.run()
         if options.verbose:
-            print(f"ocommrun: {line}", file=sys.stderr)
-        _become(line)
+            print(f"ocommrun: {job}", file=sys.stderr)
+        _become(job)
     except LaunchError as error:
         print(f"ocommrun: {error}", file=sys.stderr)
         return 1
@@ -88,12 +85,22 @@ def _open_standard_files() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
-def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine:
-    """Returns the command line for ``options``, after asking this machine and the hosts. Raises LaunchError."""
+def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine | Supervisor:
+    """Returns what is to run for a job that is not elastic, after asking this machine and the hosts: a command line, or
+    the supervisor of that job.
+
+    Raises LaunchError.
+    """
     in_allocation = is_in_allocation(environ)
     hosts = _hosts(options, in_allocation)
     request, launcher = _request(options, environ)
-    states = _asker(options, launcher, environ)([host.name for host in hosts])
+    is_srun = launcher.flavour is Flavour.SRUN
+    if options.watch and not hosts:
+        raise LaunchError("--watch must know the hosts, also in an allocation: name them with -H a:2,b:2.")
+    if options.watch and is_srun:
+        raise LaunchError("--watch: ocommrun does not supervise what srun starts; use --metrics-port 9100 there.")
+    ask = _asker(options, launcher, environ)
+    states = ask([host.name for host in hosts])
     reach.require_reachable(states)
     spans_hosts = not all(state.is_local for state in states) if states else in_allocation
     torch_environ = request.torch_environ
@@ -101,12 +108,18 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
         first = hosts[0].name if hosts else ""
         torch_environ = reach.torch_environ(first, states, request.interfaces, environ)
     own = reach.own_names(states)
-    request = replace(request, hosts=hosts, own_names=own, spans_hosts=spans_hosts, torch_environ=torch_environ)
-    line = build(request, launcher)
+    placed = replace(request, hosts=hosts, own_names=own, spans_hosts=spans_hosts, torch_environ=torch_environ)
+    line = build(placed, launcher)
     if not spans_hosts:
         require_program(request.command, environ)
         require_script(request.command)
-    return line
+    # Open MPI's launcher says by itself which rank of this machine has died, Hydra which process.
+    if not hosts or is_srun or not (spans_hosts or options.watch or not launcher.flavour.is_open_mpi):
+        return line
+    ranks = request.num_proc
+    limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
+    view = open_view() if options.watch else None
+    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False, view=view)
 
 
 def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
@@ -141,35 +154,6 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     script, slots = options.host_discovery_script, options.slots_per_host
     view = open_view() if options.watch else None
     return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose, view=view)
-
-
-def make_watcher(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor | None:
-    """Returns the supervisor of a job that is not elastic, if it is on several hosts or somebody watches it; None for
-    other jobs. Raises LaunchError.
-    """
-    if options.hosts is None and options.hostfile is None:
-        if not options.watch:
-            return None
-        if is_in_allocation(environ):
-            raise LaunchError("--watch must know the hosts, also in an allocation: name them with -H a:2,b:2.")
-    hosts = _hosts(options, in_allocation=False)
-    request, launcher = _request(options, environ)
-    ask = _asker(options, launcher, environ)
-    states = ask([host.name for host in hosts])
-    reach.require_reachable(states)
-    if launcher.flavour is Flavour.SRUN and options.watch:
-        raise LaunchError("--watch: ocommrun does not supervise what srun starts; use --metrics-port 9100 there.")
-    spans_hosts = not all(state.is_local for state in states)
-    if launcher.flavour is Flavour.SRUN or not (spans_hosts or options.watch):
-        return None
-    build(replace(request, hosts=hosts, spans_hosts=spans_hosts), launcher)  # says what cannot be
-    if not spans_hosts:
-        require_program(request.command, environ)
-        require_script(request.command)
-    ranks = request.num_proc
-    limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
-    view = open_view() if options.watch else None
-    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False, view=view)
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+
+_PR_SET_PDEATHSIG = 1
+#: None where the system is not Linux.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def stat(pid: int) -> list[str]:
@@ -48,6 +53,12 @@ def children(pid: int) -> dict[int, bool]:
         with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
             found += map(int, file.read().split())
     return {child: fields[0] not in "ZX" for child in found if (fields := stat(child))}
+
+
+def end_with_parent() -> None:
+    """Lets the kernel send SIGTERM to this process when the thread that has started it ends. Called before exec."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
 
 
 def kill_group(pid: int) -> None:

@@ -205,9 +205,9 @@ class Supervisor:
         return not self._has_lost(self._reach(added)) or self.generations.wants_others(time.monotonic())
 
     @property
-    def is_asked_to_end(self) -> bool:
-        """True if a signal has asked this process to end."""
-        return bool(self._asked_to_end)
+    def asked_to_end(self) -> int:
+        """The signal that has asked this process to end; 0 if none has."""
+        return self._asked_to_end
 
     # Generations
 
@@ -316,12 +316,17 @@ class _Job:
         self._hosts: dict[int, str] = {}
         self._lines: dict[AuthenticatedSocket, int] = {}
         self._reported: dict[int, str] = {}
-        self._vanished: list[int] = []
+        self._vanished: dict[AuthenticatedSocket, int] = {}
+        # The launcher ends all ranks as soon as one has died, and this process may be late to look. The kernel keeps
+        # the order in which connections have ended.
+        self._ends = select.epoll()
+        self._ended: list[AuthenticatedSocket] = []
         self._told = False
         self._words = ""
         self._here_until_s = time.monotonic() + patience_s
         self._end_s: float | None = None  # time by which the launcher must have ended
-        self._is_terminated = False  # has the launcher been asked to end?
+        self._ending = signal.SIGTERM  # what asks the launcher to end
+        self._is_terminated = False  # has it been asked?
         self._offspring: dict[int, str] = {}  # its processes when it was, and when they were started
         self._looked_s = 0.0  # when hosts were looked for last
         self._process = subprocess.Popen(
@@ -332,6 +337,7 @@ class _Job:
             stderr=subprocess.PIPE,
             # An interrupt at the terminal reaches this process only, which then ends the launcher in order.
             start_new_session=True,
+            preexec_fn=processes.end_with_parent,
         )
         # The launcher says on stderr what has failed.
         pipes = (self._process.stderr, self._note), (self._process.stdout, lambda data: None)
@@ -370,7 +376,7 @@ class _Job:
         while (code := self._process.poll()) is None:
             self._listen(server)
             now_s = time.monotonic()
-            self._decide_end(supervisor.is_asked_to_end, now_s)
+            self._decide_end(supervisor.asked_to_end, now_s)
             if self._end_s is not None:
                 self._end(self._end_s, now_s)
             elif now_s - self._looked_s >= _DISCOVERY_S:
@@ -384,9 +390,11 @@ class _Job:
             return 1  # Open MPI's launcher ends with this status if it has lost a host
         return code if code >= 0 else 128 - code
 
-    def _decide_end(self, is_asked_to_end: bool, now_s: float) -> None:
+    def _decide_end(self, asked_to_end: int, now_s: float) -> None:
         """Sets the time by which the launcher must have ended, if there is a reason why it should."""
-        if is_asked_to_end:
+        if asked_to_end:
+            # Hydra passes an interrupt on, and so the ranks raise KeyboardInterrupt.
+            self._ending = signal.SIGINT if asked_to_end == signal.SIGINT else signal.SIGTERM
             self._end_s = now_s if self._end_s is None else min(self._end_s, now_s)
         elif self._end_s is not None:
             return
@@ -401,7 +409,7 @@ class _Job:
         if now_s >= end_s and not self._is_terminated:
             self._is_terminated = True
             self._offspring = processes.offspring(self._process.pid)
-            self._process.terminate()
+            self._process.send_signal(self._ending)
         if now_s >= end_s + _KILL_S:
             processes.kill_group(self._process.pid)
 
@@ -428,6 +436,7 @@ class _Job:
             reader.join(1.0)
         for line in self._lines:
             line.close()
+        self._ends.close()
 
     def _tell(self, lines: Sequence[AuthenticatedSocket] | Mapping[AuthenticatedSocket, int]) -> None:
         for line in list(lines):
@@ -437,7 +446,9 @@ class _Job:
     def _listen(self, server: Server) -> bool:
         """Takes in a message of each rank that has sent one. Returns False if none has for a while."""
         while server.lines:
-            self._lines[server.lines.pop()] = -1
+            line = server.lines.pop()
+            self._lines[line] = -1
+            self._ends.register(line, select.EPOLLRDHUP | select.EPOLLET)
         if not self._lines:
             time.sleep(_POLL_S)
         heard = wait(list(self._lines), _POLL_S)
@@ -445,13 +456,20 @@ class _Job:
             try:
                 self._hear(line, json_values.parse(line.receive()))
             except (EOFError, OSError, ValueError) as error:
+                self._note_ends()
                 rank = self._lines.pop(line)
+                self._ends.unregister(line)
                 line.close()
                 if rank >= 0 and isinstance(error, (TamperedError, TimeoutError, ValueError)):
                     self._reported.setdefault(rank, f"cannot be heard any more: {error}")
                 elif rank >= 0:
-                    self._vanished.append(rank)
+                    self._vanished[line] = rank
         return bool(heard)
+
+    def _note_ends(self) -> None:
+        """Notes which connections have ended, in this order. To be called before one is closed."""
+        lines = {line.fileno(): line for line in self._lines}
+        self._ended += [lines[descriptor] for descriptor, _ in self._ends.poll(0)]
 
     def _hear(self, line: AuthenticatedSocket, message: Any) -> None:
         """Takes in a message. Raises ValueError if it is none that a rank sends."""
@@ -515,7 +533,8 @@ class _Job:
         if not reported and time.monotonic() > self._here_until_s:
             reported = self._never_came()
         silent = sorted({names[rank] for rank, why in reported.items() if rank in names and why.startswith(SILENT)})
-        return blame(signalled, reported, exited, self._vanished, names, lost(silent) if silent else {})
+        vanished = [self._vanished[line] for line in self._ended if line in self._vanished]
+        return blame(signalled, reported, exited, vanished, names, lost(silent) if silent else {})
 
 
 class Discovery:

@@ -19,6 +19,8 @@ allocated only for a message that the other end has announced. Contents are not 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hmac
 import secrets
 import select
@@ -76,6 +78,21 @@ class AuthenticatedSocket:
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
+
+    def end_before(self, descriptor: int) -> None:
+        """Lets this connection end before the file ``descriptor`` of this process, if the process dies.
+
+        Linux closes the files of a process from the highest number to the lowest (since 4.3), so the socket gets a
+        higher one. Where no more files may be open it keeps its own. No other thread may use it meanwhile.
+        """
+        old = self._connection
+        if old.fileno() > descriptor:
+            return
+        with contextlib.suppress(OSError):
+            number = fcntl.fcntl(old.fileno(), fcntl.F_DUPFD_CLOEXEC, descriptor + 1)
+            self._connection = socket.socket(fileno=number)
+            self._connection.settimeout(old.gettimeout())
+            old.close()
 
     def detach(self) -> socket.socket:
         """Returns the socket, for bytes that are sent without proofs of the key. This object can no longer be used."""

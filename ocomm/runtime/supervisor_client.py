@@ -49,13 +49,19 @@ def take_key(environ: MutableMapping[str, str]) -> bytes:
 
 
 class SupervisorClient:
-    """Connects a rank to its supervisor. Raises LaunchError if none of ``addresses``, given as HOST:PORT, answers."""
+    """Connects a rank to its supervisor. Raises LaunchError if none of ``addresses``, given as HOST:PORT, answers.
 
-    def __init__(self, addresses: Sequence[str], key: bytes, rank: int, generation: int) -> None:
+    ``launcher``: the descriptor of this process's connection to the launcher; -1 if it has none. The launcher kills the
+    other ranks as soon as that ends, so the one to the supervisor, which names the first rank that is lost, ends
+    before.
+    """
+
+    def __init__(self, addresses: Sequence[str], key: bytes, rank: int, generation: int, launcher: int = -1) -> None:
         self.hosts_changed = False
         self._rank = rank
         self._lock = threading.Lock()
         self._connection = _connect(addresses, key)
+        self._connection.end_before(launcher)
         self.say("here", rank=rank, host=socket.gethostname(), generation=generation)
         threading.Thread(target=self._listen, name="ocomm-supervisor", daemon=True).start()
 

@@ -15,10 +15,12 @@ from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import main
 from ocomm.launch.config_file import flags_of, read_config_file
 from ocomm.launch.flags import make_parser, settings_of, without_meaning
+from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
 from ocomm.launch.hosts import _ALLOCATIONS
 from ocomm.launch.programs import require_script, with_horovod_names
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
+from ocomm.launch.supervise import Supervisor
 from ocomm.mpi_settings import HOSTFILES
 from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
@@ -174,6 +176,28 @@ def test_the_file_for_mpis_launchers_is_the_last_resort(flags, variable, hostfil
     options = make_parser().parse_args(["-np", "2", *flags, "python", "train.py"])
     cli._take_default_hosts(options, environ)
     assert (options.hostfile, "HYDRA_HOST_FILE" in environ) == (hostfile, stays)
+
+
+@pytest.mark.parametrize(
+    "flavour, flags, variables, is_supervised",
+    [
+        (Flavour.OPEN_MPI_5, [], {}, False),
+        (Flavour.OPEN_MPI_5, ["-H", "localhost:2"], {}, False),
+        (Flavour.OPEN_MPI_5, ["--watch"], {}, True),
+        (Flavour.OPEN_MPI_5, ["-H", "a:1,b:1", "--mpi-args", "--prtemca plm_ssh_agent /x"], {}, True),
+        (Flavour.MPICH, [], {}, True),
+        (Flavour.INTEL_MPI, ["-H", "localhost:2"], {}, True),
+        (Flavour.MPICH, [], {"SLURM_JOB_ID": "1"}, False),
+        (Flavour.SRUN, ["-H", "a:1,b:1"], {"SLURM_JOB_ID": "1"}, False),
+    ],
+)
+def test_ocommrun_supervises_where_the_launcher_would_not_name_who_has_died(
+    flavour, flags, variables, is_supervised, monkeypatch
+):
+    library = MpiLibrary("Open MPI" if flavour.is_open_mpi else "MPICH", "5.0", "")
+    monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (Launcher(flavour, "/bin/mpirun", "5.0"), library))
+    options = make_parser().parse_args(["-np", "2", *flags, sys.executable, "-c", "pass"])
+    assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
 
 
 def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):

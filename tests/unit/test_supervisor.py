@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +73,7 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
             rank.send(json.dumps({"word": "lost", "ranks": {"0": "raised ValueError: no data"}}).encode())
         assert until(lambda: bool(server.lines))
         job._process.wait(20.0)  # before anything was heard, as on a machine with much to do
-        said = SimpleNamespace(is_asked_to_end=False, generations=SimpleNamespace(committed=lambda number: None))
+        said = SimpleNamespace(asked_to_end=0, generations=SimpleNamespace(committed=lambda number: None))
         job.watch(server, cast(Any, said))
     assert job._process.stderr is not None
     job._process.stderr.close()
@@ -179,11 +181,88 @@ def test_who_never_came_to_init_is_named_by_those_who_waited() -> None:
     ]
 
 
+def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> None:
+    """Hydra kills the others as soon as one has died. What a rank has said before has no part in the order."""
+    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 4),)), 10.0)
+    with Server("127.0.0.1", b"key") as server:
+        ranks = []
+        for number in range(4):
+            ranks.append(supervisor_client.client("127.0.0.1", server.port, b"key"))
+            ranks[-1].send(json.dumps({"word": "here", "rank": number, "host": "a", "generation": 1}).encode())
+        while len(job._hosts) < 4:
+            job._listen(server)
+        ranks[2].send(json.dumps({"word": "commit", "number": 1, "state": "set0.1"}).encode())
+        for number in (2, 0, 3, 1):
+            ranks[number].close()
+        while len(job._vanished) < 4:
+            job._listen(server)
+    job._process.wait(20.0)
+    job._clear_up()
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    assert [job._vanished[line] for line in job._ended] == [2, 0, 3, 1]
+    assert list(map(str, job.failures(lambda names: {}))) == ["rank 2 on a died"]
+
+
+def test_a_rank_that_is_killed_is_lost_to_its_supervisor_before_its_launcher() -> None:
+    """A launcher such as Hydra, whose connection is a file with a number that is higher than the supervisor's was."""
+    script = """
+import os, signal, sys
+from ocomm.runtime.supervisor_client import SupervisorClient
+launcher = os.dup2(int(sys.argv[1]), 100)
+os.close(int(sys.argv[1]))
+SupervisorClient(sys.argv[2:], b"key", 0, 1, launcher)
+os.read(launcher, 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Both over TCP, whose messages a busy kernel may hold up, but keeps in order.
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        theirs = socket.create_connection(opened.getsockname())
+        ours, _ = opened.accept()
+    with ours, theirs, Server("127.0.0.1", b"key") as server, select.epoll() as ends:
+        arguments = [str(theirs.fileno()), f"127.0.0.1:{server.port}"]
+        process = subprocess.Popen([sys.executable, "-c", script, *arguments], pass_fds=[theirs.fileno()])
+        theirs.close()
+        ends.register(ours, select.EPOLLRDHUP | select.EPOLLET)
+        assert until(lambda: bool(server.lines))
+        with server.lines.pop() as line:
+            ends.register(line, select.EPOLLRDHUP | select.EPOLLET)
+            ours.send(b"!")
+            assert process.wait(20.0) == -signal.SIGKILL
+            assert [descriptor for descriptor, _ in ends.poll(20.0)] == [line.fileno(), ours.fileno()]
+
+
 def until(is_so: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20.0
     while not is_so() and time.monotonic() < end:
         time.sleep(0.01)
     return is_so()
+
+
+def test_a_launcher_ends_with_an_ocommrun_that_was_killed() -> None:
+    """Its ranks may be programs that have no connection to ocommrun, or none yet."""
+    script = """
+import os, signal
+from ocomm.launch.generations import Start
+from ocomm.launch.hosts import Host
+from ocomm.launch.supervise import _Job
+job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+print(job._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert until(lambda: has_ended(int(done.stdout)))
+
+
+def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_sigterm() -> None:
+    for asked, expected in ((signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, 15)):
+        job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+        said = SimpleNamespace(asked_to_end=asked, generations=SimpleNamespace(committed=lambda number: None))
+        with Server("127.0.0.1", b"key") as server:
+            assert job.watch(server, cast(Any, said)) == 128 + expected
+        assert job._process.stderr is not None
+        job._process.stderr.close()
 
 
 def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
