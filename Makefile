@@ -113,7 +113,7 @@ $(VENV)-%/bin/mpiexec:
 
 # Intel MPI binds each rank to its part of the cores unless it is told not to.
 test-mpich test-intel-mpi: test-%: install $(VENV)-%/bin/mpiexec
-	TEST_MPICH=$(CURDIR)/$(VENV)-$* timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py
+	TEST_MPICH=$(CURDIR)/$(VENV)-$* timeout 1800 $(PY) -m pytest -q tests/cluster/test_torchrun.py tests/cluster/test_ocommrun_mpich.py
 	for n in 2 4; do for tests in '$(WITHOUT_TF)' '$(WITH_TF)'; do \
 	    MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=$(CURDIR)/$(VENV)-$*/lib I_MPI_PIN=0 TEST_MPI_SIZE=$$n \
 	    timeout 1200 $(VENV)-$*/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header --timeout=900 \

@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -196,6 +197,10 @@ class Lab:
             for word in (option, name, value)
         ]
 
+    def hydra_options(self) -> list[str]:
+        """Returns what ``mpi_options`` does, for MPICH and Intel MPI."""
+        return ["-bootstrap", "ssh", "-bootstrap-exec", "/run/agent"]
+
     def run(
         self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None, capture: bool = True
     ) -> subprocess.CompletedProcess[str]:
@@ -307,7 +312,8 @@ class Lab:
         return (f"tc -n {self.names[host]}", "eth0"), ("tc", _port(host))
 
     def _hosts_file(self) -> str:
-        return "".join(f"{self.address(number)} {name}\n" for number, name in enumerate(self.names))
+        hosts = "".join(f"{self.address(number)} {name}\n" for number, name in enumerate(self.names))
+        return f"{hosts}{self._network[-2]} {socket.gethostname()}\n"  # launchers on the switch are called by that name
 
     def _shaping(self, replace: bool) -> list[str]:
         lines = []

@@ -33,7 +33,18 @@ from typing import Literal
 from benchmarks.numpy_training import KINDS as OPTIMIZERS
 from ocomm.bench._lab import Lab, LabError, why_not
 from tests.cluster import chaos_elastic
-from tests.cluster.harms import DEADLINE_S, KINDS, Harm, Outcome, any_alive, do, line_counts, send_signal, summary
+from tests.cluster.harms import (
+    DEADLINE_S,
+    KINDS,
+    Harm,
+    Outcome,
+    any_alive,
+    do,
+    line_counts,
+    ocommrun,
+    send_signal,
+    summary,
+)
 from tests.invariants import Expected, Records, differences, lags, read
 
 PROGRAM = Path(__file__).with_name("train_until_harmed.py")
@@ -49,13 +60,14 @@ GOES_ON = len(OPTIMIZERS) + 2
 class Job:
     """Harms that are done to one job, one after the other; only the last may be for good.
 
-    ``hosts``: 1 for all ranks on one host, else the number of hosts, of one rank each.
+    ``hosts``: 1 for all ranks on one host, else the number of hosts, of one rank each. ``mpich``: instead of Open MPI.
     """
 
     harms: tuple[Harm, ...]
     hosts: int = RANKS
     ranks: int = RANKS
     program: Literal["torch", "numpy"] = "torch"
+    mpich: bool = False
 
     @property
     def last(self) -> Harm:
@@ -96,7 +108,7 @@ class Ended:
 
     @property
     def named_by_mpirun(self) -> list[int]:
-        return [int(rank) for rank in re.findall(r"process rank (\d+) with PID", self.output)]
+        return [int(rank) for rank in re.findall(r"(?:process|failed:) rank (\d+) (?:with PID|on)", self.output)]
 
     @property
     def survivors(self) -> list[int]:
@@ -147,11 +159,10 @@ def endure(job: Job) -> Ended:
         ThreadPoolExecutor(1) as pool,
     ):
         folder = Path(name)
-        flags = ["-np", str(job.ranks), "--mpi-args", " ".join(lab.mpi_options())]
+        flags = ["-np", str(job.ranks)]
         if job.hosts > 1:
             flags += ["-H", ",".join(f"{name}:1" for name in lab.names)]
-        program = [sys.executable, str(PROGRAM), name, job.program]
-        command = lab.on(None, [sys.executable, "-m", "ocomm.launch", *flags, *program])
+        command = ocommrun(lab, flags, [str(PROGRAM), name, job.program], job.mpich)
         patience_s = START_S + sum(harm.after_s + harm.pause_s + harm.limit_s for harm in job.harms) + 30
         running = pool.submit(lab.run, command, patience_s, job.last.environment)
         try:
@@ -284,7 +295,7 @@ _FAULT_S, _HOSTS_S, _ELASTIC_S = 1.3, 25.0, 30.0
 _EVERY = 50
 
 
-def many(faults: int, seed: int) -> list[Job | chaos_elastic.Job]:
+def many(faults: int, seed: int, mpich: bool = False) -> list[Job | chaos_elastic.Job]:
     """Returns jobs in which as many faults are done, or a few more."""
     draw = random.Random(seed)
     jobs: list[Job | chaos_elastic.Job] = []
@@ -292,16 +303,16 @@ def many(faults: int, seed: int) -> list[Job | chaos_elastic.Job]:
     for turn in range(max(faults // _EVERY, 1 if faults >= 20 else 0)):
         kind = _ON_HOSTS[turn % len(_ON_HOSTS)]
         harm = Harm(kind, draw.randrange(3), draw.uniform(0.0, 2.0), pause_s=2.0)
-        jobs += [Job((harm,), 3, 3, "numpy"), chaos_elastic.many(draw)]
+        jobs += [Job((harm,), 3, 3, "numpy", mpich), chaos_elastic.many(draw, mpich=mpich)]
         planned += sum(len(job.harms) for job in jobs[-2:])
     while planned < faults:
-        jobs.append(_on_one_host(draw))
+        jobs.append(_on_one_host(draw, mpich))
         planned += len(jobs[-1].harms)
     draw.shuffle(jobs)
     return jobs
 
 
-def _on_one_host(draw: random.Random, ranks: int = 3) -> Job:
+def _on_one_host(draw: random.Random, mpich: bool, ranks: int = 3) -> Job:
     def harm(weights: dict[str, int]) -> Harm:
         one, _, other = draw.choices(list(weights), list(weights.values()))[0].partition(" + ")
         victim, second = draw.sample(range(ranks), 2)
@@ -310,12 +321,12 @@ def _on_one_host(draw: random.Random, ranks: int = 3) -> Job:
         return Harm(one, victim, moment_s, pause_s=pause_s, second=also)
 
     passing = [harm(_PASSING) for _ in range(draw.randrange(4, 10))]
-    return Job((*passing, harm(_ENDING)), 1, ranks, "numpy")
+    return Job((*passing, harm(_ENDING)), 1, ranks, "numpy", mpich)
 
 
-def run_many(faults: int, seed: int) -> tuple[list[Outcome], str]:
+def run_many(faults: int, seed: int, mpich: bool) -> tuple[list[Outcome], str]:
     """Does the faults. Returns their outcomes, and what else the table says."""
-    jobs = many(faults, seed)
+    jobs = many(faults, seed, mpich)
     on_hosts = sum(isinstance(job, Job) and job.hosts > 1 for job in jobs)
     elastic = sum(isinstance(job, chaos_elastic.Job) for job in jobs)
     planned = sum(len(job.harms) for job in jobs)
@@ -371,13 +382,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], choices=KINDS, help="without --faults: these kinds only")
+    parser.add_argument("--mpich", action="store_true", help="ranks of the MPI at TEST_MPICH (tests/cluster/jobs.py)")
     parser.add_argument("--output", type=Path, help="a file for the tables")
     args = parser.parse_args()
     if reason := why_not():
         print(f"chaos: skipped, no lab: {reason}", file=sys.stderr)
         return 77
     if args.faults is not None:
-        outcomes, words = run_many(args.faults, args.seed)
+        outcomes, words = run_many(args.faults, args.seed, args.mpich)
         text = f"{words}\n{summary(sorted(outcomes, key=lambda outcome: outcome.name))}"
         print(text)
     else:
@@ -385,7 +397,7 @@ def main() -> int:
         for harm in plan(args.kills, args.seed):
             if args.only and harm.kind not in args.only:
                 continue
-            all_ended.append(endure(Job((harm,))))
+            all_ended.append(endure(Job((harm,), mpich=args.mpich)))
             report(all_ended[-1])
         outcomes = [Outcome(ended.harm.name, ended.seconds, ended.faults) for ended in all_ended]
         text = f"{summary(outcomes)}\n{table(all_ended)}"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ocomm.bench._lab import Lab, LabError, why_not
-from tests.cluster.harms import DEADLINE_S, TO_TESTS, Harm, Outcome, do, line_counts, summary
+from tests.cluster.harms import DEADLINE_S, TO_TESTS, Harm, Outcome, do, line_counts, ocommrun, summary
 from tests.invariants import Expected, Line, Records, differences, lags, read, restores
 
 PROGRAM = Path(__file__).with_name("train_elastic.py")
@@ -36,7 +36,6 @@ RANKS = 4
 RATE = "200mbit"
 STEPS = 250
 COMMIT_EVERY = 5  # train_elastic.py
-_OCOMMRUN = [sys.executable, "-m", "ocomm.launch"]
 #: From the start to the first step, and from the harm to the end of the job.
 START_S = 90.0
 LIMIT_S = 150.0
@@ -55,6 +54,7 @@ class Ended:
     ends: list[str]
     generations: list[Records]
     output: str
+    mpich: bool
 
     @property
     def named(self) -> str:
@@ -80,15 +80,15 @@ class Ended:
         begun = int(self.doing.split()[1]) // 5
         if not begun - 1 <= int(commit) <= begun + 2:
             faults.append(f"it went on from commit {commit}")
-        if ranks == RANKS and digest != undisturbed():
+        if ranks == RANKS and digest != undisturbed(self.mpich):
             faults.append("the parameters are not those of an undisturbed job")
         return faults
 
 
 @functools.cache
-def undisturbed() -> str:
+def undisturbed(mpich: bool) -> str:
     """The digest of the parameters of a job of RANKS ranks to which nothing happens."""
-    ended = endure(None, RANKS)
+    ended = endure(None, RANKS, mpich=mpich)
     assert ended.code == 0 and len(set(ended.ends)) == 1, ended
     return ended.ends[0].split()[3]
 
@@ -111,30 +111,26 @@ def read_records(folder: Path) -> list[Records]:
     return [found.get(number, {}) for number in range(1, max(found, default=0) + 1)]
 
 
-def command(lab: Lab, least: int, folder: str, steps: int) -> list[str]:
-    """ocommrun on the lab's switch, which reaches all hosts."""
-    hosts = ",".join(f"{name}:1" for name in lab.names)
-    flags = ["-np", str(len(lab.names)), "--min-np", str(least), "-H", hosts, "--mpi-args", " ".join(lab.mpi_options())]
-    return lab.on(None, [*_OCOMMRUN, *flags, sys.executable, str(PROGRAM), folder, str(steps), "torch"])
-
-
-def endure(harm: Harm | None, least: int, ranks: int = RANKS, steps: int = STEPS) -> Ended:
+def endure(harm: Harm | None, least: int, ranks: int = RANKS, steps: int = STEPS, mpich: bool = False) -> Ended:
     """Starts a job of so many ranks and steps, does the harm, and waits for the end of the job, but not for ever.
 
-    ``least``: ranks that are enough.
+    ``least``: ranks that are enough. ``mpich``: the ranks use MPICH instead of Open MPI.
     """
     with tempfile.TemporaryDirectory() as name, Lab(ranks, RATE) as lab, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
         environment = {"OCOMM_ELASTIC_FOLDER": f"{name}/commits", **(harm.environment if harm else TO_TESTS)}
-        job = pool.submit(lab.run, command(lab, least, name, steps), START_S + LIMIT_S, environment)
+        hosts = ",".join(f"{name}:1" for name in lab.names)
+        flags = ["-np", str(ranks), "--min-np", str(least), "-H", hosts]
+        command = ocommrun(lab, flags, [str(PROGRAM), name, str(steps), "torch"], mpich)
+        job = pool.submit(lab.run, command, START_S + LIMIT_S, environment)
         try:
-            return _endure(harm, least, lab, folder, job)
+            return _endure(harm, least, lab, folder, job, mpich)
         finally:
             lab.close()  # the end of all that runs in it, and so of the thread that waits for it
 
 
 def _endure(
-    harm: Harm | None, least: int, lab: Lab, folder: Path, job: Future[subprocess.CompletedProcess[str]]
+    harm: Harm | None, least: int, lab: Lab, folder: Path, job: Future[subprocess.CompletedProcess[str]], mpich: bool
 ) -> Ended:
     end = time.monotonic() + START_S
     while len(list(folder.glob("doing-?"))) < len(lab.names):
@@ -154,7 +150,8 @@ def _endure(
     ends = [path.read_text() for path in sorted(folder.glob("end-?"))]
     output = done.stdout + done.stderr
     seconds = time.monotonic() - begin
-    return Ended(harm, len(lab.names), least, doing, done.returncode, seconds, ends, read_records(folder), output)
+    records = read_records(folder)
+    return Ended(harm, len(lab.names), least, doing, done.returncode, seconds, ends, records, output, mpich)
 
 
 def plan(kills: int, seed: int) -> list[tuple[Harm, int]]:
@@ -198,6 +195,7 @@ class Job:
 
     harms: tuple[Harm, ...]
     ranks: int = 2
+    mpich: bool = False
 
 
 @dataclass
@@ -209,7 +207,7 @@ class EndedMany:
     output: str
 
 
-def many(draw: random.Random, ranks: int = 2) -> Job:
+def many(draw: random.Random, ranks: int = 2, mpich: bool = False) -> Job:
     """Returns a job with one harm of each kind in a random order, after one of which it is harmed in its recovery."""
 
     def harm(kind: str, **more: Any) -> Harm:
@@ -220,23 +218,22 @@ def many(draw: random.Random, ranks: int = 2) -> Job:
     draw.shuffle(harms)
     after = draw.choice([place for place, each in enumerate(harms, 1) if each.is_deadly])
     harms.insert(after, harm("kill", in_recovery=True))
-    return Job(tuple(harms), ranks)
+    return Job(tuple(harms), ranks, mpich)
 
 
 def endure_many(job: Job, expected: Expected) -> EndedMany:
     """Starts a job without end, does the harms in turn, each when the job has gone on after the last, and ends it."""
     with tempfile.TemporaryDirectory() as name, Lab(1) as lab, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
-        flags = ["-np", str(job.ranks), "--min-np", str(job.ranks), "--mpi-args", " ".join(lab.mpi_options())]
-        program = [sys.executable, str(PROGRAM), name, str(1 << 40), "numpy"]
+        flags = ["-np", str(job.ranks), "--min-np", str(job.ranks)]
+        command = ocommrun(lab, flags, [str(PROGRAM), name, str(1 << 40), "numpy"], job.mpich)
         environment = {
             "OCOMM_ELASTIC_FOLDER": f"{name}/commits",
             "OCOMM_PEER_TIMEOUT_SECONDS": str(DEADLINE_S),
             **TO_TESTS,
         }
         patience_s = START_S + LIMIT_S * (len(job.harms) + 1)
-        line = lab.on(None, [*_OCOMMRUN, *flags, *program])
-        running = pool.submit(lab.run, line, patience_s, environment)
+        running = pool.submit(lab.run, command, patience_s, environment)
         try:
             return _endure_many(job, expected, lab, folder, running)
         finally:
@@ -326,6 +323,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], help="these kinds only: kill stop cut")
+    parser.add_argument("--mpich", action="store_true", help="ranks of the MPI at TEST_MPICH (tests/cluster/jobs.py)")
     parser.add_argument("--output", type=Path, help="a file for the tables")
     args = parser.parse_args()
     if reason := why_not():
@@ -335,7 +333,7 @@ def main() -> int:
     for harm, least in plan(args.kills, args.seed):
         if args.only and harm.kind not in args.only:
             continue
-        ended = endure(harm, least)
+        ended = endure(harm, least, mpich=args.mpich)
         all_ended.append(ended)
         print(table([ended]).splitlines()[-1], flush=True)
         if ended.faults:

@@ -6,13 +6,14 @@ import os
 import random
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ocomm.bench._lab import Lab
-from tests.cluster.jobs import ROOT
+from tests.cluster.jobs import ROOT, python_beside_mpich
 
 #: With which a rank finds the modules of the tests.
 TO_TESTS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -84,6 +85,22 @@ class Outcome:
     name: str
     seconds: float
     faults: list[str]
+
+
+def ocommrun(lab: Lab, flags: Sequence[str], program: Sequence[str], mpich: bool) -> list[str]:
+    """Returns the command line of ocommrun on the lab's switch, which reaches all hosts, for a program in Python.
+
+    ``mpich``: the ranks use MPICH, or what is in its place (``jobs.MPICH``), instead of Open MPI.
+    """
+    if not mpich:
+        launcher = [sys.executable, "-m", "ocomm.launch", *flags, "--mpi-args", " ".join(lab.mpi_options())]
+        return lab.on(None, [*launcher, sys.executable, *program])
+    python, environ = python_beside_mpich()
+    launcher = [python, "-m", "ocomm.launch", *flags, "--mpi-args", " ".join(lab.hydra_options())]
+    if "-H" in flags:
+        launcher.append("--tcp")  # UCX shares memory between hosts of a lab, whatever becomes of their cables
+    variables = [f"{name}={environ[name]}" for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH", "PYTHONPATH")]
+    return lab.on(None, ["env", *variables, *launcher, python, *program])
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:

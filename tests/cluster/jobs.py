@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def without_launcher(**more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if name not in (*OF_LAUNCHERS, *MASTER)}
     mpich = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(MPICH / "lib")}
     return {**clean, **mpich, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def python_beside_mpich() -> tuple[str, dict[str, str]]:
+    """A Python in whose environment there is MPICH, and variables with which it has all modules of this one."""
+    modules = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+    return str(MPICH / "bin" / "python"), without_launcher(PYTHONPATH=modules)
 
 
 def launchers(ranks: int) -> dict[str, tuple[list[str], dict[str, str]]]:

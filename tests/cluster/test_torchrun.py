@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import Lab, why_not
-from ocomm.launch.command import LaunchRequest, build
-from ocomm.launch.flavour import Flavour, Launcher
-from ocomm.launch.hosts import Host
 from ocomm.runtime.own_address import free_port
 from tests.cluster.jobs import IS_INTEL_MPI, LIMIT_S, MPICH, ROOT, launchers, run_by, without_launcher
 
@@ -287,40 +284,6 @@ dist.destroy_process_group()
         )
         for code, said in job.ended().values():
             assert code == 0, said
-
-
-def run_by_hydra(request: LaunchRequest) -> subprocess.CompletedProcess[str]:
-    """Starts what ocommrun would, if this MPI were the one beside Python."""
-    flavour = Flavour.INTEL_MPI if IS_INTEL_MPI else Flavour.MPICH
-    line = build(request, Launcher(flavour, str(MPICH / "bin" / "mpiexec"), "5"))
-    return run_by((list(line.argv), {**request.environ, **line.added_environ}))
-
-
-def test_messages_may_be_asked_to_take_tcp_on_one_host(tmp_path: Path) -> None:
-    command = (sys.executable, TRAIN, str(tmp_path / "tcp"))
-    done = run_by_hydra(LaunchRequest(2, command, tcp_only=True, environ=without_launcher()))
-    assert done.returncode == 0, done.stderr
-    digest(tmp_path / "tcp")
-
-
-def test_variables_reach_ranks_that_mpich_starts_on_other_hosts(tmp_path: Path) -> None:
-    """ssh passes on nothing of the environment, so that all of it comes through Hydra."""
-    agent = tmp_path / "agent"
-    agent.write_text(
-        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nshift\nexec env -i PATH="$PATH" sh -c "$*"\n'
-    )
-    agent.chmod(0o755)
-    environ = without_launcher(A="1")
-    request = LaunchRequest(
-        2,
-        ("sh", "-c", 'echo "A=$A"'),
-        hosts=(Host("127.0.0.2", 2),),
-        spans_hosts=True,
-        environ=environ,
-        mpi_args=("-bootstrap", "ssh", "-bootstrap-exec", str(agent)),
-    )
-    done = run_by_hydra(request)
-    assert (sorted(done.stdout.splitlines()), done.returncode) == (["[0] A=1", "[1] A=1"], 0), done.stderr
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")

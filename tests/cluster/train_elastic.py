@@ -72,7 +72,7 @@ def main() -> None:
     generation = int(os.environ["OCOMM_ELASTIC_GENERATION"])
     # Hosts of a lab have one file system: here each has a disk of its own.
     os.environ["OCOMM_ELASTIC_FOLDER"] += "/" + os.uname().nodename
-    me = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    me = int(os.environ["RANK"])
     (folder / f"pid-{me}").write_text(str(os.getpid()))
     ocomm.init()
     assert me == ocomm.rank()

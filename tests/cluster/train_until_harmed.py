@@ -99,7 +99,7 @@ def torch_steps(note: Callable[[str], None]) -> Iterator[tuple[str, bool, str, s
 
 def main() -> None:
     folder, program = Path(sys.argv[1]), sys.argv[2]
-    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    rank = os.environ["RANK"]
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-{rank}").open("w"))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
 
