@@ -62,6 +62,8 @@ class SupervisorClient:
         self._lock = threading.Lock()
         self._connection = _connect(addresses, key)
         self._connection.end_before(launcher)
+        # A forked process, such as a worker of a data loader, must not keep the connection open when this one ends.
+        os.register_at_fork(after_in_child=self._connection.close)
         self.say("here", rank=rank, host=socket.gethostname(), generation=generation)
         threading.Thread(target=self._listen, name="ocomm-supervisor", daemon=True).start()
 

@@ -232,6 +232,34 @@ os.kill(os.getpid(), signal.SIGKILL)
             assert [descriptor for descriptor, _ in ends.poll(20.0)] == [line.fileno(), ours.fileno()]
 
 
+def test_a_rank_that_was_killed_is_lost_though_a_process_that_it_has_forked_goes_on() -> None:
+    script = """
+import os, signal, sys, time
+from ocomm.runtime.supervisor_client import SupervisorClient
+SupervisorClient(sys.argv[1:], b"key", 0, 1)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with Server("127.0.0.1", b"key") as server:
+        command = [sys.executable, "-c", script, f"127.0.0.1:{server.port}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            try:
+                assert until(lambda: bool(server.lines))
+                with server.lines.pop() as line:
+                    assert json.loads(line.receive(20.0))["word"] == "here"
+                    with pytest.raises(EOFError):
+                        line.receive(20.0)
+                assert not has_ended(child)
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+
 def until(is_so: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20.0
     while not is_so() and time.monotonic() < end:
