@@ -20,6 +20,8 @@ from ocomm.launch.hosts import Host, place, total_slots
 LIMIT = 3
 #: The beginning of the reason for a rank that failed because another had.
 _CONSEQUENCE = f"raised {PeerError.__name__}: "
+#: Ranks that a message lists, at most.
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ def blame(
     reported: Mapping[int, str],
     exited: Mapping[int, str],
     vanished: Sequence[int],
+    absent: Sequence[int],
     hosts: Mapping[int, str],
     lost: Mapping[str, bool],
 ) -> list[Failure]:
@@ -223,13 +226,16 @@ def blame(
 
     The launcher knows best which rank was ended by a signal. Next come ranks that others have missed, because those
     others may be the first to exit. Of broken connections the first counts, as others break when the launcher ends
-    their ranks. ``lost`` are hosts that cannot be reached.
+    their ranks. Of a rank that was still ``absent``, without a connection, nobody knows when it died. ``lost`` are
+    hosts that cannot be reached.
 
     A rank that raised because another had failed is no cause where that other is known: a rank that was stopped, and
     runs again while the launcher ends it, reports it.
     """
     causes = {rank: why for rank, why in reported.items() if not why.startswith(_CONSEQUENCE)}
-    known = signalled or causes or reported or exited or dict.fromkeys(vanished[:1], "died")
+    some = ", ".join(map(str, absent[:_MOST_NAMED])) + ", ..." * (len(absent) > _MOST_NAMED)
+    died = f"died, or before it one of the rank(s) {some}, which had not come to init()" if absent else "died"
+    known = signalled or causes or reported or exited or dict.fromkeys(vanished[:1], died)
     return [
         Failure(hosts[rank], rank, why, lost.get(hosts[rank], False))
         for rank, why in sorted(known.items())

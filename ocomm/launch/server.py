@@ -5,6 +5,7 @@ a PMI service.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -54,6 +55,9 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
         #: Connections to clients that know the key.
         self.lines: list[AuthenticatedSocket] = []
+        self._watched: dict[int, AuthenticatedSocket] = {}
+        # It notes ends of connections in the order in which they come, whatever else comes, and once.
+        self._ends = select.epoll()
         threading.Thread(target=self._accept, name="ocomm-server", daemon=True).start()
 
     def __enter__(self) -> Server:
@@ -82,7 +86,21 @@ class Server:
         if self._closed:
             found.close()
         else:
+            self._watched[found.fileno()] = found
+            self._ends.register(found, select.EPOLLRDHUP | select.EPOLLET)
             self.lines.append(found)
+
+    def ended(self) -> list[AuthenticatedSocket]:
+        """Returns the connections that have ended since the last call, in this order: a process that has died early is
+        first, however late this is called. To be called before an ended one is given to ``end``.
+        """
+        return [self._watched[descriptor] for descriptor, _ in self._ends.poll(0)]
+
+    def end(self, line: AuthenticatedSocket) -> None:
+        """Closes a connection."""
+        self._ends.unregister(line)
+        del self._watched[line.fileno()]
+        line.close()
 
     def close(self) -> None:
         """Stops to accept clients. Connections that exist stay open."""

@@ -317,9 +317,7 @@ class _Job:
         self._lines: dict[AuthenticatedSocket, int] = {}
         self._reported: dict[int, str] = {}
         self._vanished: dict[AuthenticatedSocket, int] = {}
-        # The launcher ends all ranks as soon as one has died, and this process may be late to look. The kernel keeps
-        # the order in which connections have ended.
-        self._ends = select.epoll()
+        # In this order. The launcher ends all ranks as soon as one has died, and this process may be late to look.
         self._ended: list[AuthenticatedSocket] = []
         self._told = False
         self._words = ""
@@ -385,7 +383,7 @@ class _Job:
             supervisor.generations.committed(self.commit)
         self._hear_the_rest(server)
         supervisor.generations.committed(self.commit)
-        self._clear_up()
+        self._clear_up(server)
         if code == 0 and (self._reported or self._vanished):
             return 1  # Open MPI's launcher ends with this status if it has lost a host
         return code if code >= 0 else 128 - code
@@ -425,7 +423,7 @@ class _Job:
         while self._listen(server) and time.monotonic() < last_s:
             pass
 
-    def _clear_up(self) -> None:
+    def _clear_up(self, server: Server) -> None:
         """Ends the processes that the launcher has left on this machine, and the connections to ranks."""
         processes.kill_group(self._process.pid)  # an ssh to a lost host keeps our output open
         for pid, started in self._offspring.items():
@@ -435,8 +433,7 @@ class _Job:
         for reader in self._readers:
             reader.join(1.0)
         for line in self._lines:
-            line.close()
-        self._ends.close()
+            server.end(line)
 
     def _tell(self, lines: Sequence[AuthenticatedSocket] | Mapping[AuthenticatedSocket, int]) -> None:
         for line in list(lines):
@@ -446,9 +443,7 @@ class _Job:
     def _listen(self, server: Server) -> bool:
         """Takes in a message of each rank that has sent one. Returns False if none has for a while."""
         while server.lines:
-            line = server.lines.pop()
-            self._lines[line] = -1
-            self._ends.register(line, select.EPOLLRDHUP | select.EPOLLET)
+            self._lines[server.lines.pop()] = -1
         if not self._lines:
             time.sleep(_POLL_S)
         heard = wait(list(self._lines), _POLL_S)
@@ -456,20 +451,14 @@ class _Job:
             try:
                 self._hear(line, json_values.parse(line.receive()))
             except (EOFError, OSError, ValueError) as error:
-                self._note_ends()
+                self._ended += server.ended()
                 rank = self._lines.pop(line)
-                self._ends.unregister(line)
-                line.close()
+                server.end(line)
                 if rank >= 0 and isinstance(error, (TamperedError, TimeoutError, ValueError)):
                     self._reported.setdefault(rank, f"cannot be heard any more: {error}")
                 elif rank >= 0:
                     self._vanished[line] = rank
         return bool(heard)
-
-    def _note_ends(self) -> None:
-        """Notes which connections have ended, in this order. To be called before one is closed."""
-        lines = {line.fileno(): line for line in self._lines}
-        self._ended += [lines[descriptor] for descriptor, _ in self._ends.poll(0)]
 
     def _hear(self, line: AuthenticatedSocket, message: Any) -> None:
         """Takes in a message. Raises ValueError if it is none that a rank sends."""
@@ -534,7 +523,8 @@ class _Job:
             reported = self._never_came()
         silent = sorted({names[rank] for rank, why in reported.items() if rank in names and why.startswith(SILENT)})
         vanished = [self._vanished[line] for line in self._ended if line in self._vanished]
-        return blame(signalled, reported, exited, vanished, names, lost(silent) if silent else {})
+        absent = list(self._never_came())
+        return blame(signalled, reported, exited, vanished, absent, names, lost(silent) if silent else {})
 
 
 class Discovery:

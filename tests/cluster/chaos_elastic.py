@@ -303,9 +303,14 @@ def _endure_many(
     generations = read_records(folder)
     blamed = re.findall(r"generation \d+ failed: (.*?); its last commit", output)
     for place, words in zip(failed, blamed, strict=False):
-        ranks, harm = set(map(int, re.findall(r"rank (\d+) on", words))), job.harms[place]
-        # Of a rank that dies in MPI_Init nobody knows but the launcher, which may die of it without a name.
+        harm = job.harms[place]
+        named = re.findall(r"rank (\d+) on", words)
+        # Of a rank that dies in MPI_Init nobody knows but the launcher, which may die of it without a name; of one that
+        # dies before, nobody but Open MPI's.
         is_unknown = harm.in_recovery and words == "the launcher ended with status 137"
+        if harm.in_recovery and (before := re.search(r"one of the rank\(s\) (\d+), which had not come", words)):
+            named = [before[1]]
+        ranks = set(map(int, named))
         if not is_unknown and not (ranks and ranks <= set(harm.deadly)):
             outcomes[place].faults.append(f"ocommrun blames {words!r} for {harm}")
     at_end = recorded(generations, expected, job.ranks)

@@ -143,7 +143,7 @@ def supervised() -> _Job:
     job = _Job.__new__(_Job)
     job.step, job.ranks, job._view = Start(1, (Host("a", 2),)), 2, None
     job.commit, job.has_left, job._told, job._kept = 0, False, False, {"set0.1": 11}
-    job._hosts, job._lines, job._reported, job._vanished = {}, {}, {}, []
+    job._hosts, job._lines, job._reported, job._vanished, job._ended = {}, {}, {}, {}, []
     return job
 
 
@@ -183,7 +183,8 @@ def test_a_rank_whose_message_cannot_be_read_is_named(monkeypatch: pytest.Monkey
     job, line = supervised(), Line(b'{"word": "commit"}')
     job._lines[line] = 1  # type: ignore[index]
     monkeypatch.setattr("ocomm.launch.supervise.wait", lambda lines, seconds: [line])
-    job._listen(SimpleNamespace(lines=[]))  # type: ignore[arg-type]
+    server = SimpleNamespace(lines=[], ended=lambda: [line], end=lambda line: line.close())
+    job._listen(server)  # type: ignore[arg-type]
     assert job._reported == {1: "cannot be heard any more: None where int is expected"} and line.is_closed
 
 

@@ -189,15 +189,14 @@ def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> N
         for number in range(4):
             ranks.append(supervisor_client.client("127.0.0.1", server.port, b"key"))
             ranks[-1].send(json.dumps({"word": "here", "rank": number, "host": "a", "generation": 1}).encode())
-        while len(job._hosts) < 4:
-            job._listen(server)
+        assert until(lambda: len(server.lines) == 4)
         ranks[2].send(json.dumps({"word": "commit", "number": 1, "state": "set0.1"}).encode())
         for number in (2, 0, 3, 1):
             ranks[number].close()
         while len(job._vanished) < 4:
             job._listen(server)
     job._process.wait(20.0)
-    job._clear_up()
+    job._clear_up(server)
     assert job._process.stderr is not None
     job._process.stderr.close()
     assert [job._vanished[line] for line in job._ended] == [2, 0, 3, 1]
