@@ -251,7 +251,7 @@ def _supervisor(launch: Launch, settings: Settings, key: bytes) -> SupervisorCli
     """Connects to ``ocommrun``, which watches this job. Without that, jobs that are not elastic go on, with a
     warning.
     """
-    hydras = os.environ.get("PMI_FD", "")
+    hydras = os.environ.get("PMI_FD", "")  # the descriptor of its connection to this process
     connected = int(hydras) if hydras.isdecimal() else -1
     try:
         return SupervisorClient(settings.elastic_supervisor, key, launch.rank, settings.elastic_generation, connected)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -282,14 +282,24 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert until(lambda: has_ended(int(done.stdout)))
 
 
-def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_sigterm() -> None:
-    for asked, expected in ((signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, 15)):
-        job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-        said = SimpleNamespace(asked_to_end=asked, generations=SimpleNamespace(committed=lambda number: None))
-        with Server("127.0.0.1", b"key") as server:
-            assert job.watch(server, cast(Any, said)) == 128 + expected
-        assert job._process.stderr is not None
-        job._process.stderr.close()
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """A shell may have switched interrupts off for these tests, and so for what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_sigterm(asked: signal.Signals) -> None:
+    job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    said = SimpleNamespace(asked_to_end=asked, generations=SimpleNamespace(committed=lambda number: None))
+    with Server("127.0.0.1", b"key") as server:
+        status = job.watch(server, cast(Any, said))
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    assert status == 128 + (signal.SIGINT if asked == signal.SIGINT else signal.SIGTERM)
 
 
 def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
