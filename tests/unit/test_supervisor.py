@@ -277,9 +277,11 @@ job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
 print(job._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert done.returncode == -signal.SIGKILL
-    assert until(lambda: has_ended(int(done.stdout)))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        launcher = int(process.stdout.readline())  # which has the pipe, too, so it is not read to its end
+        assert process.wait(20.0) == -signal.SIGKILL
+        assert until(lambda: has_ended(launcher))
 
 
 @pytest.fixture
