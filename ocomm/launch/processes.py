@@ -56,7 +56,10 @@ def children(pid: int) -> dict[int, bool]:
 
 
 def end_with_parent() -> None:
-    """Lets the kernel send SIGTERM to this process when the thread that has started it ends. Called before exec."""
+    """Lets the kernel send SIGTERM to this process when the thread that has started it ends.
+
+    Called between fork and exec: it waits for nothing that another thread may have held.
+    """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
 

@@ -97,7 +97,7 @@ class Server:
         return [self._watched[descriptor] for descriptor, _ in self._ends.poll(0)]
 
     def end(self, line: AuthenticatedSocket) -> None:
-        """Closes a connection."""
+        """Closes a connection, of which ``ended`` tells no more."""
         self._ends.unregister(line)
         del self._watched[line.fileno()]
         line.close()

@@ -385,7 +385,7 @@ class _Job:
         supervisor.generations.committed(self.commit)
         self._clear_up(server)
         if code == 0 and (self._reported or self._vanished):
-            return 1  # Open MPI's launcher ends with this status if it has lost a host
+            return 1  # Open MPI's launcher ends with 0 if it has lost a host, Hydra if a rank left MPI_Finalize out
         return code if code >= 0 else 128 - code
 
     def _decide_end(self, asked_to_end: int, now_s: float) -> None:

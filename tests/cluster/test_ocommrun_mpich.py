@@ -162,13 +162,15 @@ except KeyboardInterrupt:
     os.write(1, f"{ocomm.rank()} saves\\n".encode())
 """
     # A shell may have switched interrupts off for these tests.
-    shell = 'export OCOMMRUN=$$; exec "$@"'
+    becoming = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.environ["OCOMMRUN"] = str(os.getpid())
+os.execv(sys.argv[1], sys.argv[1:])
+"""
     python, environ = python_beside_mpich()
     command = [python, "-m", "ocomm.launch", "-np", "2", python, "-c", program]
-    heeding = (
-        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
-    )
-    done = run_by(([sys.executable, "-c", heeding, "sh", "-c", shell, "sh", *command], {**environ, **QUIET}))
+    done = run_by(([sys.executable, "-c", becoming, *command], {**environ, **QUIET}))
     ranks = sorted(line for line in done.stdout.splitlines() if not line.startswith("[mpiexec"))
     assert (done.returncode, ranks) == (130, ["[0] 0 saves", "[1] 1 saves"]), done
     assert done.stderr.endswith("ocommrun: ended by SIGINT.\n")

@@ -193,8 +193,12 @@ def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> N
         ranks[2].send(json.dumps({"word": "commit", "number": 1, "state": "set0.1"}).encode())
         for number in (2, 0, 3, 1):
             ranks[number].close()
-        while len(job._vanished) < 4:
+
+        def all_are_lost() -> bool:
             job._listen(server)
+            return len(job._vanished) == 4
+
+        assert until(all_are_lost)
     job._process.wait(20.0)
     job._clear_up(server)
     assert job._process.stderr is not None
