@@ -46,11 +46,12 @@ def offspring(ancestor: int) -> dict[int, str]:
 
 def children(pid: int) -> dict[int, bool]:
     """Returns the numbers of the children of a process, and whether each lives; else it waits for its parent to take
-    note of its end. Raises OSError if the process itself has ended, or if the system has no lists of children.
+    note of its end. Empty if the system has no lists of children. Raises OSError if the process itself has ended.
     """
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+        # Another thread has the children of one that has ended since.
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
             found += map(int, file.read().split())
     return {child: fields[0] not in "ZX" for child in found if (fields := stat(child))}
 

@@ -7,13 +7,21 @@ Intel MPI (impi-rt), which is made from MPICH, may take its place.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import pytest
+
+from ocomm.launch import processes
 from ocomm.launch.session_directory import BASE
 from ocomm.runtime.own_address import free_port
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
@@ -74,13 +82,44 @@ def run_by(
     command, environ = launcher
     # A launcher that was killed may have left a folder with the number that this one gets.
     with tempfile.TemporaryDirectory() as place:
-        return subprocess.run(
-            [*command, *arguments],
-            cwd=ROOT,
-            env={**environ, BASE: place},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return run([*command, *arguments], {**environ, BASE: place}, timeout_s)
+
+
+def run(command: list[str], environ: dict[str, str], timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Runs a job, from the project's folder. If it does not end, the test fails and says what it has printed and where
+    its processes wait.
+    """
+    begin = time.time()
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        try:
+            out, err = job.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            waiting = "\n".join(_waiting(begin))
+            for pid in (*processes.offspring(job.pid), job.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            out, err = job.communicate(timeout=LIMIT_S)
+            pytest.fail(f"not over after {timeout_s:.0f} s: {command}\n{out}\n{err}\n{waiting}")
+        return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+
+def _waiting(since: float) -> Iterator[str]:
+    """One line for each thread of all processes that were started ``since``: among them may be one that the job needs,
+    and which is no child of it.
+    """
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.create_time() < since - 1:
+                continue
+            words = " ".join(process.cmdline())[:120] or process.name()
+            for thread in process.threads():
+                place = Path(f"/proc/{process.pid}/task/{thread.id}/wchan").read_text()
+                yield f"{process.pid} of {process.ppid()}: {process.status()} in {place or '-'}: {words!r}"

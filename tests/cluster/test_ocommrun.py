@@ -15,7 +15,7 @@ import pytest
 from ocomm.errors import LaunchError
 from ocomm.launch.cli import make_parser, plan
 from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import LIMIT_S
+from tests.cluster.jobs import LIMIT_S, run
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
@@ -34,15 +34,7 @@ needs_venv = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="only a vi
 
 
 def ocommrun(*args: str, python: str = sys.executable, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [python, "-m", "ocomm.launch", *args],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    return run([python, "-m", "ocomm.launch", *args], {**os.environ, **environ})
 
 
 @needs_mpi

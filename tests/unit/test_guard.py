@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ocomm.launch.guard import Look, Stillness
+from ocomm.launch.processes import children
 
 RANKS, ZOMBIES = {11: True, 12: False}, {11: False, 12: False}
 
@@ -61,6 +62,14 @@ def stand_in(then: str) -> subprocess.Popen[str]:
         f"{then}\n"
     )
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_thread_that_ends_while_children_are_counted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        threads, none = os.listdir("/proc/self/task"), str(2**30)
+        monkeypatch.setattr(os, "listdir", lambda folder: [none, *threads, none])
+        assert children(os.getpid())[process.pid]
+        process.communicate(b"\n")
 
 
 needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this Python has no pidfd_open")
