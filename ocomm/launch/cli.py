@@ -119,7 +119,9 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     ranks = request.num_proc
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
     view = open_view() if options.watch else None
-    return Supervisor(request, launcher, limits, ask, hosts, verbose=options.verbose, is_elastic=False, view=view)
+    return Supervisor(
+        request, launcher, limits, ask, hosts, states, verbose=options.verbose, is_elastic=False, view=view
+    )
 
 
 def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> Supervisor:
@@ -151,9 +153,10 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         discovers=options.host_discovery_script is not None,
     )
     ask = _asker(options, launcher, environ)
+    states = ask([host.name for host in fixed])
     script, slots = options.host_discovery_script, options.slots_per_host
     view = open_view() if options.watch else None
-    return Supervisor(request, launcher, limits, ask, fixed, script, slots, options.verbose, view=view)
+    return Supervisor(request, launcher, limits, ask, fixed, states, script, slots, options.verbose, view=view)
 
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:

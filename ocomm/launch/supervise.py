@@ -59,6 +59,7 @@ class Supervisor:
         limits: The limits that the user has set.
         ask: Finds out which hosts can be reached.
         fixed: The hosts, if no ``script`` discovers them.
+        states: What ``ask`` has just said of ``fixed``.
         script: A shell command that prints the hosts; None for ``fixed``.
         slots_per_host: The number of ranks of discovered hosts that come without one; None if all must have one.
         verbose: Whether to print the command lines.
@@ -73,6 +74,7 @@ class Supervisor:
         limits: Limits,
         ask: Callable[[Sequence[str]], Sequence[HostState]],
         fixed: Sequence[Host] = (),
+        states: Sequence[HostState] = (),
         script: str | None = None,
         slots_per_host: int | None = None,
         verbose: bool = False,
@@ -98,7 +100,8 @@ class Supervisor:
         self._discovery = Discovery(script, slots_per_host) if script is not None else None
         if self._discovery is None:
             self.generations.found(fixed)
-        self._is_here = script is None and all(state.is_local for state in self._reach(fixed))
+        self._is_here = script is None and all(state.is_local for state in states)
+        self._fresh = {state.name: state for state in states}  # until the first generation has begun, or waits
 
     def run(self) -> int:
         """Runs the job and returns its exit status."""
@@ -136,12 +139,15 @@ class Supervisor:
                     _say(f"the job ends: {why}.{self._where_commits_are()}")
                 return code or 1
             if isinstance(step, Wait):
+                self._fresh = {}
                 if step.why != said and has_looked:
                     said = step.why
                     _say(f"waiting: {step.why}")
                 time.sleep(_POLL_S)
                 continue
-            states = self._reach(step.hosts)
+            fresh, self._fresh = self._fresh, {}
+            names = [host.name for host in step.hosts]
+            states = [fresh[name] for name in names] if fresh.keys() >= {*names} else self._ask(names)
             if self._has_lost(states):
                 continue
             job = self._start(step, states, server.port)
@@ -176,9 +182,6 @@ class Supervisor:
         if self._discovery is not None and (hosts := self._discovery.hosts()) is not None:
             self.generations.found(hosts)
 
-    def _reach(self, hosts: Sequence[Host]) -> Sequence[HostState]:
-        return self._ask([host.name for host in hosts])
-
     def _has_lost(self, states: Sequence[HostState]) -> bool:
         """Returns True if some hosts cannot be reached, and keeps these out of the next generation."""
         lost = [state for state in states if state.problem is not None]
@@ -200,9 +203,9 @@ class Supervisor:
         if not self.generations.wants_others(now_s):
             return False
         in_use = {host.name for host in self.generations.running}
-        added = [host for host in self.generations.outlook(now_s) if host.name not in in_use]
+        added = [host.name for host in self.generations.outlook(now_s) if host.name not in in_use]
         # The generation goes on rather than make way for a host on which nothing can start.
-        return not self._has_lost(self._reach(added)) or self.generations.wants_others(time.monotonic())
+        return not self._has_lost(self._ask(added)) or self.generations.wants_others(time.monotonic())
 
     @property
     def asked_to_end(self) -> int:

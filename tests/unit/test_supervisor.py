@@ -21,7 +21,7 @@ from ocomm.errors import LaunchError
 from ocomm.launch import processes, supervise
 from ocomm.launch.command import LaunchRequest
 from ocomm.launch.flavour import Flavour, Launcher
-from ocomm.launch.generations import Limits, Start
+from ocomm.launch.generations import Failure, Limits, Start
 from ocomm.launch.hosts import Host
 from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
@@ -120,7 +120,9 @@ def test_a_folder_for_output_is_made_or_named(tmp_path: Path) -> None:
 
 def supervisor_of(*hosts: Host, ask: Callable[[Sequence[str]], Sequence[HostState]]) -> Supervisor:
     limits = Limits(1, 1, cooldown_s=(1000.0, 1000.0), discovers=True)
-    return Supervisor(LaunchRequest(1, ("true",)), Launcher(Flavour.OPEN_MPI_5, "mpirun", "5"), limits, ask, hosts)
+    states = ask([host.name for host in hosts])
+    launcher = Launcher(Flavour.OPEN_MPI_5, "mpirun", "5")
+    return Supervisor(LaunchRequest(1, ("true",)), launcher, limits, ask, hosts, states)
 
 
 def test_ranks_make_way_for_no_host_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +145,30 @@ def test_ranks_make_way_for_no_host_that_cannot_be_reached(capsys: pytest.Captur
     supervisor.generations.found([a])
     supervisor.generations.found([a, b])
     assert supervisor.wants_others()
+
+
+def test_hosts_are_asked_once_before_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence[str]] = []
+
+    def ask(names: Sequence[str]) -> list[HostState]:
+        asked.append(names)
+        return [HostState(name, False, has_answered=True) for name in names]
+
+    hosts = Host("a", 1), Host("b", 1)
+    supervisor = supervisor_of(*hosts, ask=ask)
+    supervisor.generations.limits = Limits(2, 1)
+    codes, started = [1, 0], []
+
+    def start(step: Start, states: Sequence[HostState], port: int) -> SimpleNamespace:
+        started.append((len(asked), [state.name for state in states]))
+        failures = [Failure("b", None, "it burns", True)]
+        code = codes.pop(0)
+        return SimpleNamespace(watch=lambda *_: code, has_left=False, failures=lambda lost: failures, commit=0)
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    with Server("127.0.0.1", b"key") as server:
+        assert supervisor._run(server) == 0
+    assert started == [(1, ["a", "b"]), (2, ["a"])]
 
 
 def test_a_signal_that_nohup_has_switched_off_stays_off() -> None:
