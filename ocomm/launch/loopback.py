@@ -14,6 +14,13 @@ from collections.abc import Mapping
 from ocomm.launch.flavour import Flavour, Launcher
 
 _LIBRARY = "ocomm.launch._loopback"
+#: What mpirun is or executes in the end, also where it is a script of a cluster's own.
+_PROGRAMS = {
+    Flavour.OPEN_MPI_4: ("orterun",),
+    Flavour.OPEN_MPI_5: ("prterun", "prte"),  # the first is a link to the second on Debian
+    Flavour.MPICH: ("mpiexec.hydra",),
+    Flavour.INTEL_MPI: ("mpiexec.hydra",),
+}
 
 
 def environment(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str]:
@@ -29,9 +36,8 @@ def environment(launcher: Launcher, environ: Mapping[str, str]) -> dict[str, str
     found = importlib.util.find_spec(_LIBRARY)
     if found is None or found.origin is None:
         return {}
-    # The program that mpirun executes in the end: mpirun itself, except for Open MPI 5 and 6, where it is prterun,
-    # which Debian has as a link to prte.
-    has_prte = launcher.flavour is Flavour.OPEN_MPI_5
-    programs = "prterun:prte" if has_prte else os.path.basename(os.path.realpath(launcher.path))
+    programs = {*_PROGRAMS.get(launcher.flavour, ())}
+    if launcher.flavour is not Flavour.OPEN_MPI_5:  # whose mpirun only executes prterun
+        programs.add(os.path.basename(os.path.realpath(launcher.path)))
     preloaded = ":".join(filter(None, (found.origin, environ.get("LD_PRELOAD"))))
-    return {"LD_PRELOAD": preloaded, "_OCOMM_LOOPBACK": programs}
+    return {"LD_PRELOAD": preloaded, "_OCOMM_LOOPBACK": ":".join(sorted(programs))}

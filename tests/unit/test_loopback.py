@@ -70,6 +70,19 @@ def test_the_launcher_is_known_by_what_its_link_leads_to(tmp_path: Path) -> None
     assert loopback.environment(launcher, {})["_OCOMM_LOOPBACK"] == "orterun"
 
 
+@needs_library
+@pytest.mark.parametrize(
+    ("flavour", "program"),
+    [(Flavour.OPEN_MPI_4, "orterun"), (Flavour.MPICH, "mpiexec.hydra"), (Flavour.INTEL_MPI, "mpiexec.hydra")],
+)
+def test_the_launcher_is_known_behind_a_script_of_the_clusters_own(
+    flavour: Flavour, program: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mpirun").touch()
+    programs = loopback.environment(Launcher(flavour, str(tmp_path / "mpirun"), "4"), {})["_OCOMM_LOOPBACK"]
+    assert sorted(programs.split(":")) == sorted(["mpirun", program])
+
+
 @pytest.mark.parametrize("interface", ["lo", "127.0.0.0/8"])
 def test_an_interface_has_a_name_or_a_network(interface: str) -> None:
     assert address_of(["nosuch0", interface]) == "127.0.0.1"
