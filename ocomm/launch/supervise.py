@@ -145,9 +145,7 @@ class Supervisor:
                     _say(f"waiting: {step.why}")
                 time.sleep(_POLL_S)
                 continue
-            fresh, self._fresh = self._fresh, {}
-            names = [host.name for host in step.hosts]
-            states = [fresh[name] for name in names] if fresh.keys() >= {*names} else self._ask(names)
+            states = self._states([host.name for host in step.hosts])
             if self._has_lost(states):
                 continue
             job = self._start(step, states, server.port)
@@ -181,6 +179,11 @@ class Supervisor:
     def _look_around(self) -> None:
         if self._discovery is not None and (hosts := self._discovery.hosts()) is not None:
             self.generations.found(hosts)
+
+    def _states(self, names: Sequence[str]) -> Sequence[HostState]:
+        """Returns what is known of hosts on which a generation is to start; asks unless it was found out just now."""
+        fresh, self._fresh = self._fresh, {}
+        return [fresh[name] for name in names] if fresh.keys() >= {*names} else self._ask(names)
 
     def _has_lost(self, states: Sequence[HostState]) -> bool:
         """Returns True if some hosts cannot be reached, and keeps these out of the next generation."""

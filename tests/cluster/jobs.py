@@ -101,11 +101,13 @@ def run(command: list[str], environ: dict[str, str], timeout_s: float = LIMIT_S)
     ) as job:
         try:
             out, err = job.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             waiting = "\n".join(_waiting(begin))
             for pid in (*processes.offspring(job.pid), job.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             out, err = job.communicate(timeout=LIMIT_S)
             pytest.fail(f"not over after {timeout_s:.0f} s: {command}\n{out}\n{err}\n{waiting}")
         return subprocess.CompletedProcess(command, job.returncode, out, err)
