@@ -18,6 +18,8 @@ from tests.worlds import MPI_SIZE
 
 # Ranks are threads, and each would have a team of Torch's threads of its own. Read when Torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# With it ranks print a line in pieces, between which launchers put those of other ranks.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # The same examples in every run, and a busy machine is no reason to fail. HYPOTHESIS_PROFILE=default takes new ones.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

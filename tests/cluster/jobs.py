@@ -76,23 +76,23 @@ def launchers(ranks: int) -> dict[str, tuple[list[str], dict[str, str]]]:
 
 
 def run_by(
-    launcher: tuple[list[str], dict[str, str]], *arguments: str, timeout_s: float = LIMIT_S
+    launcher: tuple[list[str], dict[str, str]], *arguments: str, timeout_s: float = LIMIT_S, folder: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Starts a script with a launcher, such as one of ``launchers``: its command and environment."""
     command, environ = launcher
     # A launcher that was killed may have left a folder with the number that this one gets.
     with tempfile.TemporaryDirectory() as place:
-        return run([*command, *arguments], {**environ, BASE: place}, timeout_s)
+        return run([*command, *arguments], {**environ, BASE: place}, timeout_s, folder)
 
 
-def run(command: list[str], environ: dict[str, str], timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Runs a job, from the project's folder. If it does not end, the test fails and says what it has printed and where
-    its processes wait.
-    """
+def run(
+    command: list[str], environ: dict[str, str], timeout_s: float = LIMIT_S, folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a job. If it does not end, the test fails and says what it has printed and where its processes wait."""
     begin = time.time()
     with subprocess.Popen(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -14,9 +14,8 @@ import pytest
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import LIMIT_S
+from tests.cluster.jobs import run_by
 
-ROOT = Path(__file__).resolve().parents[2]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 PRELUDE = """
@@ -81,16 +80,8 @@ class Ended:
 
 def launch(command: list[str], script: str, **environ: str) -> Ended:
     with tempfile.NamedTemporaryFile("r") as said:
-        process = subprocess.run(
-            [*command, sys.executable, "-W", "error::UserWarning", "-c", PRELUDE + script],
-            cwd=ROOT,
-            env={**os.environ, **AS_ROOT, **environ, "SAID": said.name},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        launcher = [*command, sys.executable], {**os.environ, **AS_ROOT, **environ, "SAID": said.name}
+        process = run_by(launcher, "-W", "error::UserWarning", "-c", PRELUDE + script)
         return Ended(process.returncode, sorted(said.read().splitlines()), process.stderr)
 
 
@@ -296,19 +287,17 @@ def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
 def by_mpirun(program: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on two ranks of mpirun alone, in the script's folder."""
     mpi = Path(sys.executable).parent / "mpirun"
-    return subprocess.run(
-        [
-            *(str(mpi) if mpi.exists() else "mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"),
-            *(sys.executable, "-W", "ignore::DeprecationWarning", str(program)),
-        ],
-        cwd=program.parent,
-        env={**os.environ, **AS_ROOT, **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = [
+        str(mpi) if mpi.exists() else "mpirun",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-np",
+        "2",
+        sys.executable,
+    ]
+    launcher = command, {**os.environ, **AS_ROOT, **environ}
+    return run_by(launcher, "-W", "ignore::DeprecationWarning", str(program), folder=program.parent)
 
 
 def test_a_spawned_child_is_refused_and_a_forked_pool_works(tmp_path: Path) -> None:
@@ -366,8 +355,7 @@ if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=print)
     child.start()
     child.join()
-    total = ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0]
-    print(f"child {child.exitcode} sum {total}\\n", end="")  # in one piece, also where nothing is buffered
+    print("child", child.exitcode, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
 """
     )
     process = by_mpirun(program)
@@ -386,8 +374,7 @@ import ocomm
 ocomm.init()
 other = subprocess.run([sys.executable, "-c", "import ocomm; ocomm.init()"], capture_output=True, text=True)
 said = f"which rank {ocomm.rank()} (pid " in other.stderr
-total = ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0]
-print(f"other {other.returncode} {said} sum {total}\\n", end="")  # in one piece, also where nothing is buffered
+print("other", other.returncode, said, "sum", ocomm.allreduce(np.ones(1), op=ocomm.Sum)[0])
 """
     )
     process = by_mpirun(program)
