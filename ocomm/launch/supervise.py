@@ -100,8 +100,9 @@ class Supervisor:
         self._discovery = Discovery(script, slots_per_host) if script is not None else None
         if self._discovery is None:
             self.generations.found(fixed)
-        self._is_here = script is None and all(state.is_local for state in states)
         self._fresh = {state.name: state for state in states}  # until the first generation has begun, or waits
+        local = {state.name for state in states if state.is_local}
+        self._is_here = script is None and all(host.name in local for host in fixed)
 
     def run(self) -> int:
         """Runs the job and returns its exit status."""

@@ -287,16 +287,8 @@ def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
 def by_mpirun(program: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on two ranks of mpirun alone, in the script's folder."""
     mpi = Path(sys.executable).parent / "mpirun"
-    command = [
-        str(mpi) if mpi.exists() else "mpirun",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "-np",
-        "2",
-        sys.executable,
-    ]
-    launcher = command, {**os.environ, **AS_ROOT, **environ}
+    words = ["--oversubscribe", "--bind-to", "none", "-np", "2"]
+    launcher = [str(mpi) if mpi.exists() else "mpirun", *words, sys.executable], {**os.environ, **AS_ROOT, **environ}
     return run_by(launcher, "-W", "ignore::DeprecationWarning", str(program), folder=program.parent)
 
 

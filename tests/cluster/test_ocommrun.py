@@ -15,9 +15,8 @@ import pytest
 from ocomm.errors import LaunchError
 from ocomm.launch.cli import make_parser, plan
 from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import LIMIT_S, run
+from tests.cluster.jobs import LIMIT_S, ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
 
 
