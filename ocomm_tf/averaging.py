@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ocomm import session as sessions
@@ -23,7 +23,7 @@ from ocomm_tf.compression import CodesCompressor, Compressor
 from ocomm_tf.errors import public
 from ocomm_tf.functions import agree_on
 from ocomm_tf.low_bit import CodedGradients, coded
-from ocomm_tf.naming import key_of, name_of
+from ocomm_tf.naming import key_of, name_of, shape_of
 from ocomm_tf.replicas import comparison_of, kind_of, options_of, rate_line
 
 #: The arguments that the tape and the optimizers share, by name.
@@ -163,7 +163,7 @@ class Averaging:
         session = sessions.current()
         key = (
             self.process_set.number(session),
-            tuple((name_of(v), tuple(v.shape), str(v.dtype)) for v in variables),
+            tuple((name_of(v), shape_of(v), str(v.dtype)) for v in variables),
         )
         known = _known.setdefault(session.runtime, {})
         if key not in known:
@@ -175,9 +175,19 @@ class Averaging:
             if self.codes is not None:  # a driver says what it sends
                 known[key] = names, None
                 return known[key]
-            numel = sum(int(np.prod(v.shape)) for v in variables if None not in tuple(v.shape))
-            known[key] = names, follow_dense(session, key[0], self.what, numel, 4 * numel, False)
+            known[key] = names, follow_dense(session, key[0], self.what, *self._size_of(variables), False)
         return known[key]
+
+    def _size_of(self, variables: Sequence[Any]) -> tuple[int, int]:
+        """Returns the numbers of elements of ``variables``, and of bytes of their gradients on the wire."""
+        numel = nbytes = 0
+        wire = getattr(self._compression, "wire", None)
+        for variable in variables:
+            shape, dtype = shape_of(variable), tf.as_dtype(variable.dtype).base_dtype
+            if None not in shape:
+                numel += math.prod(shape)
+                nbytes += math.prod(shape) * (wire if wire is not None and dtype.is_floating else dtype).size
+        return numel, nbytes
 
     def _compare(
         self,

@@ -30,6 +30,7 @@ from ocomm.operations import AllreduceBatch, Operation, RepeatedAllreduce
 from ocomm.runtime.bystanders import TENSORFLOW
 from ocomm.types import DType
 from ocomm_tf.errors import status_of
+from ocomm_tf.naming import shape_of
 
 _IDLE_S = 3600.0
 _PACE_S = 100e-6  # time between two looks at the queue
@@ -235,7 +236,7 @@ def exchange(call: Call, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Te
     ``label`` is the name of the operation in the graph, made unique.
     """
     if all(tensor.shape.is_fully_defined() and tensor.dtype in DTYPES for tensor in tensors):
-        call.static = [(DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in tensors]
+        call.static = [(DTYPES[tensor.dtype], shape_of(tensor)) for tensor in tensors]
     outputs = _create("OcommExchange", call, tensors, [], label)
     for output, tensor in zip(outputs, tensors, strict=True):
         output.set_shape(tensor.shape)
@@ -266,7 +267,7 @@ def compare(call: Call, value: tf.Tensor, handles: Sequence[tf.Tensor], label: s
     TensorFlow orders it between what writes to these variables before and after it in the program. Its one tensor is
     ``value``, float32.
     """
-    call.static = [(DType.FLOAT32, tuple(value.shape))]
+    call.static = [(DType.FLOAT32, shape_of(value))]
     _create("OcommCompare", call, [value], list(handles), label)
 
 

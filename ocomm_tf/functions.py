@@ -17,7 +17,7 @@ from ocomm.errors import MismatchError
 from ocomm.operations import NUMPY, ProcessSet, global_process_set
 from ocomm_tf.errors import public
 from ocomm_tf.mpi_ops import broadcast_, name_in_graph
-from ocomm_tf.naming import name_of
+from ocomm_tf.naming import name_of, shape_of
 from ocomm_tf.order import wire_variables
 
 
@@ -29,7 +29,7 @@ def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> li
     process. Raises MismatchError if number, shapes or dtypes differ, or if the same names come in another order.
     """
     session = sessions.current()
-    mine = [(name_of(v), tuple(v.shape), tf.as_dtype(v.dtype).base_dtype.name) for v in variables]
+    mine = [(name_of(v), shape_of(v), tf.as_dtype(v.dtype).base_dtype.name) for v in variables]
     number = process_set.number(session)
     name = session.automatic_name(f"agree_on.{what}", number)
     ranks = session.set_ranks[number]

@@ -28,7 +28,7 @@ from ocomm.types import Flag
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.compression import CodesCompressor
 from ocomm_tf.errors import of_tensorflow
-from ocomm_tf.naming import key_of, name_of, unwrapped
+from ocomm_tf.naming import key_of, name_of, shape_of, unwrapped
 from ocomm_tf.order import wire_variables
 from ocomm_tf.ready import ReadyGradients
 
@@ -149,7 +149,7 @@ def coded(
         )
     session = sessions.current()
     number = process_set.number(session)
-    key = what, number, bits, tuple((key_of(v), tuple(v.shape)) for v in variables)
+    key = what, number, bits, tuple((key_of(v), shape_of(v)) for v in variables)
     found = _known.setdefault(session, {}).get(key)
     if found is None or not found.is_of(variables):
         for variable in variables:

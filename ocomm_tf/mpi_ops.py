@@ -36,7 +36,36 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ocomm import api, operations
 from ocomm import session as sessions
-from ocomm.api import Adasum, Average, Max, Sum
+from ocomm.api import (  # noqa: F401 (scripts import Horovod's other names from its mpi_ops, too)
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
 from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, SHARE, collective, documented
 from ocomm.errors import InvalidRequestError
@@ -47,6 +76,7 @@ from ocomm.types import DType
 from ocomm_tf import engine
 from ocomm_tf.compression import UNCOMPRESSED, Compression, Compressor, has_overflowed
 from ocomm_tf.errors import UnsupportedError, public
+from ocomm_tf.naming import shape_of
 
 _log = logging.getLogger("ocomm")
 
@@ -73,7 +103,7 @@ class TensorFlowAdapter:
         dtype = engine.DTYPES.get(tensor.dtype)
         if dtype is None:
             raise TypeError(engine.unsupported(tensor.dtype))
-        return dtype, tuple(tensor.shape)
+        return dtype, shape_of(tensor)
 
     def host(self, tensor: Any) -> tuple[Any, bool]:
         if tensor.backing_device.endswith("CPU:0"):

@@ -1,4 +1,4 @@
-"""Names of variables and tensors."""
+"""Names and shapes of variables and tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ def name_of(variable: Any) -> str:
     if isinstance(variable, tf.__internal__.EagerTensor):
         return "tensor"
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def shape_of(value: Any) -> tuple[Any, ...]:
+    """Returns the static shape of a variable or tensor: numbers, also where ``tf.compat.v1`` makes them Dimensions.
+
+    An axis of unknown length is None. A ValueError is raised for an unknown number of axes.
+    """
+    shape = value.shape
+    return tuple(shape.as_list() if isinstance(shape, tf.TensorShape) else shape)
 
 
 def unwrapped(variable: Any) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from ocomm.collectives.scratch import aligned
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
-from ocomm_tf.naming import name_of
+from ocomm_tf.naming import name_of, shape_of
 
 #: A kernel in Keras has the window first, then its inputs, then its outputs; in Torch the order is reversed.
 _KERNEL_AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1), 5: (4, 3, 0, 1, 2)}
@@ -61,7 +61,7 @@ def wire_variables(
     """
     if names is None:
         return [
-            WireVariable(index, name, tuple(range(len(v.shape))), tuple(v.shape), "keras", _dtype(v))
+            WireVariable(index, name, tuple(range(len(v.shape))), shape_of(v), "keras", _dtype(v))
             for index, (v, name) in enumerate(zip(variables, agreed, strict=True))
         ]
     entries = []
@@ -72,7 +72,7 @@ def wire_variables(
                 f"names: '{path}' is the end of {len(found)} variables' paths, expected one; the paths are "
                 + ", ".join(f"'{name_of(v)}'" for v in variables)
             )
-        shape = tuple(variables[found[0]].shape)
+        shape = shape_of(variables[found[0]])
         plain = tuple(range(len(shape)))
         kernel = path.endswith("kernel")  # also a recurrent_kernel
         name, axes = (

@@ -14,6 +14,7 @@ from ocomm import session as sessions
 from ocomm.api import Sum
 from ocomm.operations import global_process_set
 from ocomm_tf import mpi_ops
+from ocomm_tf.naming import shape_of
 
 #: Keras 2 (tf_keras), which TF_USE_LEGACY_KERAS=1 makes ``tf.keras``, has ``fused``; Keras 3 does not.
 _IS_KERAS_3 = issubclass(tf.keras.layers.Layer, keras.layers.Layer)
@@ -53,7 +54,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         count = tf.reshape(tf.cast(numel, inputs.dtype), [1])
         mine = tf.where(count > 0, tf.concat([tf.reshape(mean, [-1]), tf.reshape(variance, [-1])], 0), 0)
         rows = self._gathered(tf.concat([count, mine], 0)[None])
-        counts, means, variances = tf.split(rows, [1, mine.shape[0] // 2, mine.shape[0] // 2], axis=1)
+        half = shape_of(mine)[0] // 2
+        counts, means, variances = tf.split(rows, [1, half, half], axis=1)
         weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts))
         mean = tf.reduce_sum(weights * means, 0)
         variance = tf.reduce_sum(weights * (variances + tf.square(means - mean)), 0)
@@ -70,7 +72,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
                 return mpi_ops.allreduce(upstream, op=Sum, name=back, process_set=self._process_set)[me : me + 1]
 
             rows = mpi_ops.allgather(row, name=name, process_set=self._process_set)
-            return tf.ensure_shape(rows, [self._process_set.size(), row.shape[1]]), gradient
+            return tf.ensure_shape(rows, [self._process_set.size(), shape_of(row)[1]]), gradient
 
         return gather(row)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import numpy as np  # noqa: E402
 import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm.telemetry.log import NOTICE  # noqa: E402
+from tests.cluster.jobs import LIMIT_S, ROOT  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 v1 = tf.compat.v1
@@ -129,3 +133,32 @@ def test_passes_that_cannot_be_counted_are_refused() -> None:
                 optimizer.apply_gradients([(tf.zeros(2), table)])
 
     run_ranks(1, body)
+
+
+def test_scripts_without_the_behavior_of_tensorflow_2_train_as_one_process() -> None:
+    command = [sys.executable, "-m", "tests.frontends.tensorflow_1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "as one process has learnt\n"
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype", "sent", "in_two"),
+    [("none", tf.float32, "4 kB", "8 kB"), ("none", tf.float64, "8 kB", "16 kB"), ("bf16", tf.float32, "2 kB", "4 kB")],
+)
+def test_a_step_is_told_in_bytes_as_they_are_sent(
+    compression: str, dtype: Any, sent: str, in_two: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        weights = tf.Variable(tf.zeros(1000, dtype))
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(0.1), compression=getattr(hvd.Compression, compression)
+        )
+        for _ in range(2):
+            optimizer.minimize(lambda: tf.reduce_sum(weights), var_list=[weights])
+
+    with caplog.at_level(NOTICE, "ocomm"):
+        run_ranks(2, body)
+    first, last = [record.getMessage() for record in caplog.records]
+    assert first.endswith(f"DistributedOptimizer, 1000 parameters: a step sends {sent} per rank, dense.")
+    assert last == f"DistributedOptimizer: 2 steps, all dense. This rank sent about {in_two}."
