@@ -41,10 +41,10 @@ demo: install
 $(STAMP)-ptx: $(STAMP)
 	$(PY) -m pip install -q $(PIP_ARGS) 'cuda-toolkit[nvcc,nvrtc,nvvm]<14' && touch $@ || echo 'CUDA kernels are not compiled'
 
-# Lightning, transformers and Accelerate, 200 MB, and Ray with pyarrow and pandas, 500 MB on the disk, for the long tier;
-# without them tests/cluster/test_lightning.py, test_transformers.py and test_ray.py are skipped.
+# Lightning, transformers, Accelerate and Ignite, 200 MB, and Ray with pyarrow and pandas, 500 MB on the disk, for the long
+# tier; without them tests/cluster/test_lightning.py, test_transformers.py, test_ignite.py and test_ray.py are skipped.
 $(STAMP)-trainers: $(STAMP)
-	$(PY) -m pip install -q $(PIP_ARGS) -e '.[lightning,transformers,ray]' && touch $@ || echo 'trainers are not tested'
+	$(PY) -m pip install -q $(PIP_ARGS) -e '.[lightning,transformers,ray]' pytorch-ignite && touch $@ || echo 'trainers are not tested'
 
 # Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
 #

@@ -1,9 +1,9 @@
-"""Runs a Python program in which ``import horovod.torch`` finds ocomm: what ``ocommrun --as-horovod`` starts.
+"""Starts a program in which ``import horovod.torch`` finds ocomm: what ``ocommrun --as-horovod`` starts on each rank.
 
-    python -m ocomm.launch.as_horovod train.py --epochs 5
-    python -m ocomm.launch.as_horovod -m package.train
+    python -m ocomm.launch.as_horovod python train.py --epochs 5
 
-Only this process sees the names; nothing called horovod is installed.
+Processes that the program starts have the names, too, such as workers of data loaders. Nothing called horovod is
+installed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,30 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import runpy
+import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 #: A module of Horovod, and the module in its place; submodules correspond, too.
 _PLACES = {
     "horovod": "ocomm",
-    "horovod.torch": "ocomm_torch",
-    "horovod.tensorflow": "ocomm_tf",
+    "horovod.common": "ocomm",
+    "horovod.common.exceptions": "ocomm.errors",
+    "horovod.common.process_sets": "ocomm",
+    "horovod.common.util": "ocomm",
     "horovod.keras": "ocomm_tf.keras",
+    "horovod.runner": "ocomm",
+    "horovod.tensorflow": "ocomm_tf",
+    "horovod.torch": "ocomm_torch",
+    "horovod.torch.elastic.sampler": "ocomm_torch.elastic",
+    "horovod.torch.elastic.state": "ocomm_torch.elastic",
 }
+
+#: A folder with a package called horovod, which calls ``install``.
+_NAMES = str(Path(__file__).with_name("horovod_names"))
+#: The version whose names and parameters ocomm has (tests/architecture/parity_table.py): scripts ask for it.
+_VERSION = "0.28.1"
 
 
 def place_of(name: str) -> str | None:
@@ -54,13 +65,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         place = place_of(module.__name__)
         assert place is not None
         real = importlib.import_module(place)
-        module.__dict__.update({k: v for k, v in vars(real).items() if not k.startswith("__") or k == "__version__"})
+        module.__dict__.update({name: value for name, value in vars(real).items() if not name.startswith("__")})
         module.__dict__["__getattr__"] = lambda name: getattr(real, name)
-        module.__path__ = []
+        module.__file__, module.__path__ = real.__file__, []
+        if hasattr(real, "__version__"):
+            module.__version__ = _VERSION  # type: ignore[attr-defined]
 
 
 def install() -> None:
-    """Makes this process import ocomm under Horovod's names from now on."""
+    """Makes this process import ocomm under Horovod's names from now on. The processes that it starts do not."""
     if not is_installed():
         sys.meta_path.insert(0, _Finder())
 
@@ -70,22 +83,16 @@ def is_installed() -> bool:
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs ``script.py ...`` or ``-m module ...`` as the main program."""
+def main(arguments: list[str]) -> None:
+    """Becomes the program that ``arguments`` name."""
     if not arguments:
-        raise SystemExit("usage: python -m ocomm.launch.as_horovod (script.py | -m module) [arguments]")
-    install()
-    if arguments[0] == "-m" and len(arguments) > 1:
-        sys.argv = list(arguments[1:])
-        sys.path.insert(0, "")
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
-    # ``python script.py`` does this, too; runpy.run_path does not change the path.
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+        raise SystemExit("usage: python -m ocomm.launch.as_horovod program [arguments]")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_NAMES, os.environ.get("PYTHONPATH"))))
+    try:
+        os.execvp(arguments[0], arguments)
+    except OSError as error:
+        raise SystemExit(f"ocomm.launch.as_horovod: {arguments[0]}: {error.strerror}") from None
 
 
 if __name__ == "__main__":
-    # This module, run as the main program, is another one than the module that others import.
-    importlib.import_module("ocomm.launch.as_horovod").main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -111,8 +111,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     placed = replace(request, hosts=hosts, own_names=own, spans_hosts=spans_hosts, torch_environ=torch_environ)
     line = build(placed, launcher)
     if not spans_hosts:
-        require_program(request.command, environ)
-        require_script(request.command)
+        require_program(_command(options), environ)
+        require_script(_command(options))
     # Open MPI's launcher says by itself which rank of this machine has died, Hydra which process.
     if not hosts or is_srun or not (spans_hosts or options.watch or not launcher.flavour.is_open_mpi):
         return line
@@ -141,8 +141,8 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
             raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
         fixed = _hosts(options, in_allocation=False)
         if options.hosts is None and options.hostfile is None:
-            require_program(request.command, environ)
-            require_script(request.command)
+            require_program(_command(options), environ)
+            require_script(_command(options))
     limits = Limits(
         wanted_ranks=wanted,
         min_ranks=least,
@@ -159,6 +159,11 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     return Supervisor(request, launcher, limits, ask, fixed, states, script, slots, options.verbose, view=view)
 
 
+def _command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the program that each rank is to run, as it was given, and its arguments."""
+    return tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
+
+
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
     """Returns what to start, without the hosts, and the launcher."""
     if options.gloo:
@@ -172,9 +177,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         raise LaunchError("the working folder has been removed: change into another one, such as cd ~.") from None
     if options.num_proc is None:
         raise LaunchError("how many ranks? Say so with -np, as in ocommrun -np 2 python train.py.")
-    command = tuple(options.command[1:] if options.command[:1] == ["--"] else options.command)
-    if options.as_horovod:
-        command = with_horovod_names(command)
+    command = with_horovod_names(_command(options)) if options.as_horovod else _command(options)
 
     is_fixed = options.min_np is None and options.host_discovery_script is None
     if options.torch_env and (names := inherited(environ, options.num_proc if is_fixed else None)):

@@ -170,7 +170,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--as-horovod",
         action="store_true",
-        help="the script's 'import horovod.torch' and 'horovod.tensorflow' mean ocomm",
+        help="the program's 'import horovod.torch' and 'horovod.tensorflow' mean ocomm",
     )
     add("--install-horovodrun", action="store_true", help="put a horovodrun that is ocommrun beside this Python")
     add("--start-timeout", type=_positive, metavar="S", help="seconds until a rank that has not arrived is an error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 
 from ocomm.errors import LaunchError
@@ -27,7 +28,7 @@ def require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> Non
 
 def require_script(command: tuple[str, ...]) -> None:
     """Raises LaunchError if the command runs a Python script that is not there."""
-    program = _divided(command)[1] if is_python(command) else ()
+    program = _program(command) if is_python(command) else ()
     if not program or program[0] in ("-m", "-c", "-"):
         return
     if not os.path.exists(program[0]):
@@ -39,39 +40,28 @@ def is_python(command: tuple[str, ...]) -> bool:
     return bool(command) and os.path.basename(command[0]).startswith("python")
 
 
-def _divided(command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns a command of Python's in two parts: the interpreter with its flags, and the program with its arguments.
+def _program(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns what follows the interpreter and its flags in a command of Python's; empty if there is nothing.
 
-    The program begins with a script, with "-", or with "-m" or "-c", also if these stand in one word with other flags,
-    as in -um. It is empty if there is none.
+    It begins with a script, with "-", or with "-m" or "-c", also if these stand in one word with other flags, as in
+    -um.
     """
-    flags, left = [command[0]], list(command[1:])
+    left = list(command[1:])
     while left and left[0].startswith("-") and left[0] != "-":
         word = left.pop(0)
         found = _WITH_VALUE.fullmatch(word)
         if found is None:
-            flags.append(word)
-            if word in _LONG_WITH_VALUE and left:
-                flags.append(left.pop(0))
+            if word in _LONG_WITH_VALUE:
+                del left[:1]
             continue
-        if found[1]:
-            flags.append(f"-{found[1]}")
         left[:0] = [f"-{found[2]}", found[3]] if found[3] else [f"-{found[2]}"]
         if found[2] in "mc":
             break
-        flags += left[:2]
         del left[:2]
-    return tuple(flags), tuple(left)
+    return tuple(left)
 
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod train.py ...
-
-    Raises LaunchError if the command is not a Python that runs a script or a module.
-    """
-    if not is_python(command):
-        raise LaunchError("--as-horovod needs a Python program: ocommrun --as-horovod -np 2 python train.py.")
-    flags, program = _divided(command)
-    if not program or program[0] in ("-c", "-"):
-        raise LaunchError("--as-horovod runs a script or a module: python train.py, or python -m train.")
-    return (*flags, "-m", "ocomm.launch.as_horovod", *program)
+    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod python train.py ..."""
+    python = command[0] if is_python(command) else sys.executable
+    return (python, "-m", "ocomm.launch.as_horovod", *command) if command else ()

@@ -107,8 +107,9 @@ def run(
         command += [f"--mpi-args={mpi_args}"] if mpi_args else []
         command += ["--verbose"] if verbose else []
         # The function may refer to modules by the names that this process has for them.
-        names = ["-m", as_horovod.__name__] if as_horovod.is_installed() else []
-        command += [executable or sys.executable, *names, "-m", "ocomm.launch.task", address, str(server.port)]
+        python = executable or sys.executable
+        command += ["--as-horovod"] if as_horovod.is_installed() else []
+        command += [python, "-m", "ocomm.launch.task", address, str(server.port)]
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
         )

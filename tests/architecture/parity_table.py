@@ -119,6 +119,46 @@ ELASTIC = {
     "elastic.ElasticSampler.reset": "self",
 }
 
+_BASICS = (
+    "init shutdown is_initialized size rank local_size local_rank cross_size cross_rank is_homogeneous "
+    "mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built "
+    "rocm_built start_timeline stop_timeline Average Sum Adasum Min Max Product"
+)
+
+#: Names that scripts and other packages import from Horovod's submodules.
+SUBMODULES = {
+    "torch.mpi_ops": _BASICS + " allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce "
+    "grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather "
+    "allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_ broadcast_async broadcast_async_ "
+    "alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join "
+    "barrier poll synchronize",
+    "torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
+    "torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
+    "torch.optimizer": "DistributedOptimizer",
+    "torch.sync_batch_norm": "SyncBatchNorm",
+    "torch.elastic": "run ObjectState State TorchState ElasticSampler",
+    "torch.elastic.sampler": "ElasticSampler",
+    "torch.elastic.state": "TorchState",
+    "tensorflow.mpi_ops": _BASICS + " allgather grouped_allgather broadcast broadcast_ alltoall reducescatter "
+    "grouped_reducescatter join barrier size_op local_size_op rank_op local_rank_op process_set_included_op",
+    "tensorflow.compression": "Compression Compressor NoneCompressor FP16Compressor",
+    "tensorflow.functions": "allgather_object broadcast_object broadcast_object_fn broadcast_variables",
+    "tensorflow.sync_batch_norm": "SyncBatchNormalization",
+    "tensorflow.util": "_executing_eagerly",
+    "tensorflow.elastic": "run ObjectState TensorFlowState TensorFlowKerasState",
+    "tensorflow.keras": _BASICS + " DistributedOptimizer Compression allreduce allgather broadcast load_model",
+    "tensorflow.keras.callbacks": "BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback "
+    "LearningRateWarmupCallback",
+    "tensorflow.keras.elastic": "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback",
+    "keras": _BASICS + " DistributedOptimizer Compression",
+    "keras.callbacks": "BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback "
+    "LearningRateWarmupCallback",
+    "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
+    "common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
+    "common.util": "mpi_built gloo_built nccl_built ddl_built ccl_built",
+    "runner": "run",
+}
+
 #: Things that are no functions.
 VALUES = [
     "Average",

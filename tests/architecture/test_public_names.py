@@ -9,7 +9,18 @@ import sys
 import pytest
 
 import ocomm
-from tests.architecture.parity_table import ELASTIC, IGNORED, NUMPY, OPTIMIZER, PROCESS, TORCH, VALUES, VARIABLES
+from ocomm.launch.as_horovod import place_of
+from tests.architecture.parity_table import (
+    ELASTIC,
+    IGNORED,
+    NUMPY,
+    OPTIMIZER,
+    PROCESS,
+    SUBMODULES,
+    TORCH,
+    VALUES,
+    VARIABLES,
+)
 
 _DEFAULTS = {
     "1.0": 1.0,
@@ -106,6 +117,26 @@ def test_a_distributed_optimizer_has_horovods_methods(name: str, op: str) -> Non
         assert type(wrapped).__name__ == "SGD" and isinstance(wrapped, torch.optim.SGD)
 
     run_ranks(1, body)
+
+
+def test_horovods_submodules_have_what_is_imported_from_them() -> None:
+    for needed in ("torch", "tensorflow"):
+        pytest.importorskip(needed)
+    lines = ["from ocomm.launch import as_horovod", "as_horovod.install()"]
+    for module, names in SUBMODULES.items():
+        lines.append(f"from horovod.{module} import {', '.join(names.split())}")
+        place = place_of(f"horovod.{module}")
+        assert place is not None
+        # A script whose imports were renamed says the same.
+        lines += [f"import {place}", *(f"assert {name} is {place}.{name}, '{place}.{name}'" for name in names.split())]
+    run_python("\n".join(lines))
+
+
+def test_a_script_that_asks_for_horovods_version_and_file_gets_them() -> None:
+    asked = "import horovod, horovod.torch; print(horovod.__version__, horovod.torch.__version__, horovod.__file__)"
+    pytest.importorskip("torch")
+    version, of_torch, file = run_python(f"from ocomm.launch import as_horovod; as_horovod.install(); {asked}").split()
+    assert version == of_torch == "0.28.1" and file == ocomm.__file__
 
 
 def test_what_horovod_has_without_parameters_is_there() -> None:

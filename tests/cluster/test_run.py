@@ -85,24 +85,53 @@ def test_a_rank_that_ends_without_a_result_is_named() -> None:
         ocomm.run(work, num_proc=1)
 
 
+_WITH_HOROVODS_NAMES = """
+import multiprocessing
+import subprocess
+import sys
+
+import horovod  # workers that are not forked import this file, too
+
+
+def version(_):
+    return horovod.__version__
+
+
+if __name__ == "__main__":
+    import torch
+    import horovod.torch as hvd
+    from horovod.torch import DistributedOptimizer
+
+    hvd.init()
+    total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    print(f"<{hvd.rank()} of {hvd.size()}: {total.tolist()} {sys.argv[1:]}>")
+    for how in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            print(f"<{how}: {pool.map(version, [0])}>")
+    command = [sys.executable, "-c", "import horovod.common.util as util; print(util.mpi_built())"]
+    print(f"<another: {subprocess.run(command, capture_output=True, text=True).stdout.strip()}>")
+"""
+
+
 def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys\n"
-        "import torch\n"
-        "import horovod.torch as hvd\n"
-        "from horovod.torch import DistributedOptimizer\n"
-        "hvd.init()\n"
-        "total = hvd.allreduce(torch.ones(2), op=hvd.Sum)\n"
-        "print(f'<{hvd.rank()} of {hvd.size()}: {total.tolist()} {sys.argv[1:]}>')\n"
-    )
+    (tmp_path / "train.py").write_text(_WITH_HOROVODS_NAMES)
+    shell = tmp_path / "train.sh"
+    shell.write_text(f'#!/bin/sh\nexec {sys.executable} "$(dirname "$0")/train.py" "$@"\n')
+    shell.chmod(0o755)
     # One rank: only whether the names are there is new, and each rank imports Torch.
-    command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "1", sys.executable, str(script), "--x"]
+    command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "1", str(shell), "--x"]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "<0 of 1: [1.0, 1.0] ['--x']>" in done.stdout
+    for line in (
+        "<0 of 1: [1.0, 1.0] ['--x']>",
+        "<fork: ['0.28.1']>",
+        "<spawn: ['0.28.1']>",
+        "<forkserver: ['0.28.1']>",
+        "<another: True>",
+    ):
+        assert line in done.stdout, done.stdout + done.stderr
 
 
 def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: Path) -> None:
@@ -118,7 +147,7 @@ def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: P
         "    print(horovod.run(train, args=(3,), np=1, use_gloo=False, use_mpi=True, verbose=2))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "ocomm.launch.as_horovod", str(script)],
+        [sys.executable, "-m", "ocomm.launch.as_horovod", sys.executable, str(script)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,

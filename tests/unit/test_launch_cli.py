@@ -337,27 +337,22 @@ def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
 @pytest.mark.parametrize(
     ("command", "started"),
     [
-        ("python train.py --epochs 5", "python -m ocomm.launch.as_horovod train.py --epochs 5"),
-        ("python3 -u -X dev train.py", "python3 -u -X dev -m ocomm.launch.as_horovod train.py"),
-        ("python -m train -v", "python -m ocomm.launch.as_horovod -m train -v"),
-        ("python -Bum train -v", "python -Bu -m ocomm.launch.as_horovod -m train -v"),
-        ("python -BWerror train.py -m x", "python -B -W error -m ocomm.launch.as_horovod train.py -m x"),
+        ("python train.py --epochs 5", "python -m ocomm.launch.as_horovod python train.py --epochs 5"),
+        ("python3 -um train -v", "python3 -m ocomm.launch.as_horovod python3 -um train -v"),
+        ("./train.sh --fast", f"{sys.executable} -m ocomm.launch.as_horovod ./train.sh --fast"),
+        ("", ""),
     ],
 )
-def test_a_script_runs_with_horovods_names(command, started):
+def test_a_program_runs_with_horovods_names(command, started):
     assert with_horovod_names(tuple(command.split())) == tuple(started.split())
-
-
-@pytest.mark.parametrize("command", ["./train.sh", "python -c pass", "python -uc pass", "python"])
-def test_only_python_programs_run_with_horovods_names(command):
-    with pytest.raises(LaunchError, match="--as-horovod"):
-        with_horovod_names(tuple(command.split()))
 
 
 def test_modules_of_horovod_have_their_places():
     assert place_of("horovod.torch.elastic") == "ocomm_torch.elastic"
     assert place_of("horovod.tensorflow.keras") == "ocomm_tf.keras"
     assert place_of("horovod.keras") == "ocomm_tf.keras"
+    assert place_of("horovod.common.exceptions") == "ocomm.errors"
+    assert place_of("horovod.torch.elastic.sampler") == "ocomm_torch.elastic"
     assert place_of("horovod") == "ocomm"
     assert place_of("horovodrun") is None
 
