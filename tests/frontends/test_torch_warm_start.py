@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.session import Session
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.zero_one import DistributedZeroOneAdam
+from tests.doc_blocks import DOCS
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.oracle.onebit_adam import Simulation
 from tests.worlds import MPI_SIZE, run_ranks
@@ -21,6 +24,7 @@ from tests.worlds import MPI_SIZE, run_ranks
 pytestmark = pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: nothing here is of the network")
 
 T = 8
+PAGE = (DOCS / "migrating-from-deepspeed.md").read_text()
 
 
 def pretrained(skip: int | None = None, beta2: float = 0.9) -> tuple[list[np.ndarray], dict[str, Any]]:
@@ -146,6 +150,43 @@ def test_a_warm_started_run_that_stops_goes_on_bit_for_bit_without_its_warm_star
     for found, expected, warm in run_ranks(2, body):
         assert found == expected
         assert warm == {"step": T, "tensors": 3, "dense": ["layer.1"]}
+
+
+@pytest.mark.parametrize("in_half", [False, True], ids=["float32", "fp16"])
+def test_a_checkpoint_of_deepspeed_goes_on_as_its_page_says(in_half: bool, tmp_path: Path) -> None:
+    """Its OnebitAdam has moments by Adam's names, step counts that are integers, and sizes and errors beside them."""
+    values, plain = pretrained()
+    theirs = copy.deepcopy(plain)
+    for state in theirs["state"].values():
+        numel = state["exp_avg"].numel()
+        state |= {"step": int(state["step"]), "tensor_size": numel, "corrected_tensor_size": numel + 1}
+        state |= {"worker_error": torch.zeros(numel + 1), "server_error": torch.zeros(numel)}
+    group = {"bias_correction": True, "max_grad_norm": 0.0}
+    theirs["param_groups"] = [
+        group | {name: each[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        for each in plain["param_groups"]
+    ]
+    module = {str(number): torch.from_numpy(value) for number, value in enumerate(values)}
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": module, "optimizer": {"optimizer_state_dict": theirs} if in_half else theirs}, path)
+    (block,) = [text for text in PAGE.split("```") if text.startswith("python\nsaved = torch.load(")]
+    script = re.sub(r'"checkpoints/[^"]*"', repr(str(path)), block.removeprefix("python\n"))
+
+    def digests(session: Session, options: dict[str, Any]) -> list[str]:
+        run = Run(session, values, variance_floor=0.0, **options)
+        return run.train(1, 5)
+
+    def from_the_page(session: Session) -> list[str]:
+        model = torch.nn.ParameterList([torch.zeros(np.shape(value)) for value in values])
+        adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+        names: dict[str, Any] = {"torch": torch, "hvd": hvd, "model": model, "adam": adam}
+        exec(script, names)
+        assert names["optimizer"].compression_report()["warm_start"]
+        for parameter, value in zip(model, values, strict=True):
+            np.testing.assert_array_equal(parameter.detach().numpy(), value)
+        return digests(session, {"warm_start": names["moments"]})
+
+    assert run_ranks(2, from_the_page) == run_ranks(2, lambda session: digests(session, {"warm_start": plain}))
 
 
 def test_0_1_adam_starts_warm_where_its_schedules_would_be() -> None:
