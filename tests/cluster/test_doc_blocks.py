@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ SCRIPTS = blocks(".py")
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_documentation_trains_and_compresses(name: str, tmp_path: Path) -> None:
-    for framework in ("torch", "keras"):
-        if f"import {framework}\n" in SCRIPTS[name]:
+    for framework in ("torch", "keras", "lightning"):
+        if re.search(rf"^(import|from) {framework}\b", SCRIPTS[name], re.MULTILINE):
             pytest.importorskip(framework)
     script = tmp_path / "script.py"
     script.write_text(SCRIPTS[name])
