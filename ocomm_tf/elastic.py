@@ -22,6 +22,7 @@ from ocomm.errors import HorovodInternalError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm_tf.keras_optimizer import accumulators
+from ocomm_tf.keras_version import all_variables, build_optimizer
 
 __all__ = ["KerasState", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -113,8 +114,7 @@ class TensorFlowKerasState(ObjectState):
     ) -> None:
         self.model = model
         self.optimizer = model.optimizer if optimizer is None else optimizer
-        if not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        build_optimizer(self.optimizer, model.trainable_variables)
         # 1-bit optimizers have it, also inside a LossScaleOptimizer, and optimizers that average in codes.
         found = [self.optimizer, getattr(self.optimizer, "inner_optimizer", None)]
         self._onebit = next((each for each in found if hasattr(each, "ocomm_state")), None)
@@ -130,14 +130,14 @@ class TensorFlowKerasState(ObjectState):
         return {
             "model": [v.numpy() for v in self.model.variables],
             "onebit": onebit,
-            "optimizer": [v.numpy() for v in self.optimizer.variables],
+            "optimizer": [v.numpy() for v in all_variables(self.optimizer)],
             "values": super().replicated(),
         }
 
     def load_replicated(self, value: dict[str, Any]) -> None:
         """Loads the result of ``replicated``; model and optimizer are changed in place."""
         for target in ("model", "optimizer"):
-            for variable, saved in zip(getattr(self, target).variables, value[target], strict=True):
+            for variable, saved in zip(all_variables(getattr(self, target)), value[target], strict=True):
                 variable.assign(saved)
         if self._onebit is not None:
             self._onebit.ocomm_load_state(value["onebit"])
@@ -189,7 +189,7 @@ class TensorFlowKerasState(ObjectState):
         first = self.from_first({name: value for name, value in mine.items() if name != "onebit"})
         own = {id(v) for v in accumulators(self.optimizer)}
         for target in ("model", "optimizer"):
-            for variable, value in zip(getattr(self, target).variables, first[target], strict=True):
+            for variable, value in zip(all_variables(getattr(self, target)), first[target], strict=True):
                 if id(variable) not in own:
                     variable.assign(value)
         super().load_replicated(first["values"])

@@ -1,7 +1,7 @@
-"""DistributedOptimizer for Keras 3: the user's optimizer, on gradients averaged over the ranks.
+"""DistributedOptimizer for Keras: the user's optimizer, on gradients averaged over the ranks.
 
-Every update of a variable goes through ``update_step``, whatever called it, which refuses gradients that have not been
-averaged. So a path through Keras that this module does not know cannot silently train the ranks apart.
+With Keras 3 every update of a variable goes through ``update_step``, whatever called it, which refuses gradients that
+have not been averaged. So a path through Keras that this module does not know cannot silently train the ranks apart.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ocomm.training import report
 from ocomm.training.resume import Source
 from ocomm_tf.averaging import ARGUMENTS, Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.keras_version import is_of_keras_2
 from ocomm_tf.low_bit import CodedGradients
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
@@ -150,6 +151,26 @@ class _AveragedLossScale(_AveragesGradients):
         return super().apply(summed, trainable_variables)  # type: ignore[misc]
 
 
+class _AveragedInKeras2(_AveragesGradients):
+    """Mixin of ``DistributedOptimizer`` for Keras 2, which adds up the gradients of several devices in a method of its
+    own: before they are clipped, and before a LossScaleOptimizer around the optimizer asks whether they are finite.
+    """
+
+    def aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
+        """Averages gradients over the ranks."""
+        return super().aggregate_gradients(self._average(grads_and_vars))  # type: ignore[misc]
+
+    # The same of tf.keras.optimizers.legacy.
+    def _aggregate_gradients(self: Any, grads_and_vars: Any) -> Any:
+        return super()._aggregate_gradients(self._average(grads_and_vars))  # type: ignore[misc]
+
+    def _average(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        self.ocomm_exchanges += 1
+        return list(zip(self._averaging([gradient for gradient, _ in pairs], variables), variables, strict=True))
+
+
 class _KeepsErrors(Distributed):
     """Mixin placed before ``_Averaged`` or ``_AveragedLossScale`` if gradients travel in codes: the errors are part of
     what training continues from.
@@ -252,11 +273,12 @@ def accumulators(optimizer: Any) -> list[Any]:
 
 
 def refuse_keras_2(thing: Any) -> None:
-    """Raises InvalidRequestError for a model or an optimizer of Keras 2."""
-    if any(base.__module__.startswith("tf_keras.") for base in type(thing).__mro__):
+    """Raises InvalidRequestError for an optimizer of Keras 2."""
+    if is_of_keras_2(thing):
         raise InvalidRequestError(
-            f"this {type(thing).__name__} is of Keras 2 (tf_keras, which TF_USE_LEGACY_KERAS=1 makes tf.keras). "
-            "ocomm_tf supports Keras 3 alone: unset TF_USE_LEGACY_KERAS, and take models and optimizers of keras."
+            f"this {type(thing).__name__} is of Keras 2 (tf_keras, which TF_USE_LEGACY_KERAS=1 makes tf.keras), where "
+            "ocomm_tf averages gradients and no more: DistributedOptimizer and DistributedGradientTape. For the others "
+            "unset TF_USE_LEGACY_KERAS, and take models and optimizers of keras."
         )
 
 
@@ -297,12 +319,15 @@ def DistributedOptimizer(
     ``gradient_accumulation_steps`` is set. Steps are collective, and so is this call for an optimizer that is built if
     ``compression`` keeps errors.
 
+    An optimizer may be of Keras 2 (tf_keras), too, also of ``tf.keras.optimizers.legacy``: without codes and passes,
+    and inside a LossScaleOptimizer.
+
     Args:
         {arguments}
 
     Returns:
         An optimizer of a subclass with the same name, which shares the optimizer's state; models saved with it load
-        without ocomm. With the dtype policy ``mixed_float16`` it is a LossScaleOptimizer: all ranks skip a step
+        without ocomm. With Keras 3's dtype policy ``mixed_float16`` it is a LossScaleOptimizer: all ranks skip a step
         together, for which gradients are averaged in every pass.
 
     Raises:
@@ -320,6 +345,8 @@ def _wrap(
     optimizer: Any, averaging: Averaging, backward_passes_per_step: int, average_aggregated_gradients: bool
 ) -> Any:
     """Returns ``optimizer`` as an object that averages its gradients by ``averaging``."""
+    if is_of_keras_2(optimizer):
+        return _wrap_in_keras_2(optimizer, averaging, backward_passes_per_step)
     check_wrappable(optimizer)
     if backward_passes_per_step <= 0:
         raise InvalidRequestError("backward_passes_per_step must be > 0")
@@ -342,6 +369,28 @@ def _wrap(
     wrapped.__dict__["_summed_passes"] = 1 if average_aggregated_gradients else backward_passes_per_step
     if keeps_errors and wrapped.built:  # as from a saved model
         wrapped.ocomm_begin_codes()
+    return wrapped
+
+
+def _wrap_in_keras_2(optimizer: Any, averaging: Averaging, backward_passes_per_step: int) -> Any:
+    for option, is_given, instead in (
+        ("compression", averaging.codes is not None, "take Compression.bf16 or fp16"),
+        ("backward_passes_per_step", backward_passes_per_step != 1, "use larger batches"),
+    ):
+        if is_given:
+            raise InvalidRequestError(
+                f"this {type(optimizer).__name__} is of Keras 2, where DistributedOptimizer has no {option} of this "
+                f"kind: {instead}, or unset TF_USE_LEGACY_KERAS and take the optimizer from keras."
+            )
+    if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
+        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
+    if hasattr(optimizer, "inner_optimizer"):
+        raise InvalidRequestError(
+            f"this {type(optimizer).__name__} is of Keras 2: wrap it the other way, {type(optimizer).__name__}("
+            "hvd.DistributedOptimizer(optimizer)), so that all ranks skip a step together."
+        )
+    wrapped = subclass_of(_AveragedInKeras2, optimizer)
+    wrapped.__dict__["_averaging"] = averaging
     return wrapped
 
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ocomm import session as sessions
 from ocomm.api import Sum
 from ocomm.operations import global_process_set
 from ocomm_tf import mpi_ops
+from ocomm_tf.keras_version import IS_KERAS_2
 from ocomm_tf.naming import shape_of
-
-#: Keras 2 (tf_keras), which TF_USE_LEGACY_KERAS=1 makes ``tf.keras``, has ``fused``; Keras 3 does not.
-_IS_KERAS_3 = issubclass(tf.keras.layers.Layer, keras.layers.Layer)
 
 
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
@@ -38,13 +35,13 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     def __init__(self, fused: bool = False, process_set: Any = global_process_set, **options: Any) -> None:
         if fused is not False:
             raise ValueError("SyncBatchNormalization does not support fused=True.")
-        super().__init__(**options, **({} if _IS_KERAS_3 else {"fused": False}))
+        super().__init__(**options, **({"fused": False} if IS_KERAS_2 else {}))
         self._process_set = process_set
 
     # Keras calls it for the mean and variance of a batch, and updates the moving ones with the result. Keras 2 also
     # says which axes are reduced, and whether they are kept.
     def _moments(self, inputs: Any, *how: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
-        if _IS_KERAS_3 and how:
+        if not IS_KERAS_2 and how:
             (mask,), how = how, ()
         mean, variance = super()._moments(inputs, *how, mask=mask, **options)
         if not self._process_set.included() or self._process_set.size() == 1:

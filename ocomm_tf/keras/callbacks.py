@@ -1,4 +1,4 @@
-"""Horovod's callbacks, for Keras 3.
+"""Horovod's callbacks, for the Keras that is ``tf.keras``: Keras 3, or Keras 2 by TF_USE_LEGACY_KERAS=1.
 
 ``process_set`` are the ranks with which a callback communicates; None for those of the model's distributed optimizers,
 or all ranks if it has none.
@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ocomm import api
 from ocomm.elastic import State
@@ -19,16 +20,24 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators, refuse_keras_2
+from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators
+from ocomm_tf.keras_version import IS_KERAS_2, all_variables, is_of_keras_2
+
+_OPTIMIZERS = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer if IS_KERAS_2 else ())
 
 
-class _OfKeras3(keras.callbacks.Callback):
+class _OfThisKeras(tf.keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
-        refuse_keras_2(model)
+        if is_of_keras_2(model) is not IS_KERAS_2:
+            which, change = (3, "unset") if IS_KERAS_2 else (2, "set")
+            raise InvalidRequestError(
+                f"this {type(model).__name__} is of Keras {which}, and the callback is not: {change} "
+                "TF_USE_LEGACY_KERAS=1, which makes tf.keras Keras 2 (tf_keras)."
+            )
         super().set_model(model)
 
 
-class _Callback(_OfKeras3):
+class _Callback(_OfThisKeras):
     """Base class of callbacks that communicate with the ranks that train the model."""
 
     def __init__(self, process_set: ProcessSet | None) -> None:
@@ -45,8 +54,8 @@ class _Callback(_OfKeras3):
     @property
     def optimizers(self) -> list[Any]:
         """The model's optimizer, and those that its own ``compile`` has made attributes, as for a GAN."""
-        found = {id(v): v for v in vars(self.model).values() if isinstance(v, keras.optimizers.Optimizer)}
-        return list(found.values())
+        found = {id(v): v for v in vars(self.model).values() if isinstance(v, _OPTIMIZERS)}
+        return [_in_keras_2(optimizer) for optimizer in found.values()]
 
     @property
     def distributed(self) -> list[Any]:
@@ -57,8 +66,8 @@ class _Callback(_OfKeras3):
         """Raises InvalidRequestError if the optimizer is not distributed, unless the model has a ``train_step`` of its
         own, which may average gradients.
         """
-        optimizer = self.model.optimizer
-        averages_itself = type(self.model).train_step is not keras.Model.train_step
+        optimizer = _in_keras_2(self.model.optimizer)
+        averages_itself = type(self.model).train_step is not tf.keras.Model.train_step
         # What is inside refuses to be there in its first step, and says what to do instead.
         if isinstance(optimizer, LossScaleOptimizer) and isinstance(optimizer.inner_optimizer, Distributed):
             return
@@ -108,7 +117,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if self._done:
             return
         if self._names is None:
-            self._broadcast(self.model.weights)
+            self._broadcast(self.model.weights if self.model.built else [])  # Keras 2 raises an error
             for optimizer in self.distributed:
                 optimizer.ocomm_begin_alike(self.root_rank)
         else:
@@ -142,7 +151,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
             # Gradients that Keras has accumulated since the last step are each rank's own.
             own = {id(v) for o in self.optimizers for v in accumulators(o)}
-            shared = [v for o in self.optimizers for v in o.variables if id(v) not in own]
+            shared = [v for o in self.optimizers for v in all_variables(o) if id(v) not in own]
             self._broadcast([*self.model.weights, *shared])
 
 
@@ -245,7 +254,7 @@ class LearningRateScheduleCallback(_Callback):
         after = self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
-        if self.momentum_correction and before and isinstance(momentum, keras.Variable):
+        if self.momentum_correction and before and isinstance(momentum, (keras.Variable, tf.Variable)):
             self._restore = _number(momentum)
             momentum.assign(self._restore * after / before)
 
@@ -345,7 +354,7 @@ class DiLoCoCallback(_Callback):
         self._optimizer.finish()
 
 
-class CompressionReportCallback(_OfKeras3):
+class CompressionReportCallback(_OfThisKeras):
     """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as
     ``"ocomm/ratio"`` and so on. Not collective.
 
@@ -367,7 +376,7 @@ class CompressionReportCallback(_OfKeras3):
             logs.update(report.metrics(found(), self.prefix))
 
 
-class CommitStateCallback(_OfKeras3):
+class CommitStateCallback(_OfThisKeras):
     """Commits an elastic ``state`` after every ``batches_per_commit`` batches, and at the end of every epoch.
     Collective.
 
@@ -395,7 +404,7 @@ class CommitStateCallback(_OfKeras3):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(_OfKeras3):
+class UpdateBatchStateCallback(_OfThisKeras):
     """Counts in ``state.batch`` the batches that are done in this epoch; 0 at its end.
 
     If training continues from such a state, leave those batches out of the first epoch.
@@ -419,7 +428,7 @@ class UpdateBatchStateCallback(_OfKeras3):
         self._begun = self.state.batch = 0
 
 
-class UpdateEpochStateCallback(_OfKeras3):
+class UpdateEpochStateCallback(_OfThisKeras):
     """Counts in ``state.epoch`` the epochs that are done.
 
     Use ``fit(initial_epoch=state.epoch, epochs=EPOCHS)`` or, as with Horovod, ``fit(epochs=EPOCHS - state.epoch)``.
@@ -445,9 +454,14 @@ class UpdateEpochStateCallback(_OfKeras3):
         self.state.epoch = self._before + epoch + 1
 
 
+def _in_keras_2(optimizer: Any) -> Any:
+    """Returns what is inside a LossScaleOptimizer of Keras 2, which lets that average; else ``optimizer``."""
+    return getattr(optimizer, "inner_optimizer", optimizer) if IS_KERAS_2 else optimizer
+
+
 def _passes(optimizer: Any) -> int:
     """Returns the number of batches in one step of the optimizer."""
-    return getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps or 1
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
 
 
 def _number(value: Any) -> float:

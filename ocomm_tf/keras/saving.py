@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
+import tensorflow as tf
 
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf.compression import Compression, Compressor
@@ -40,7 +40,7 @@ def load_model(
             ``DistributedOptimizer``.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=known)
+    model = tf.keras.models.load_model(filepath, custom_objects=known)
     if model.optimizer is not None and wrap is not None:
         saved: dict[str, Any] = {}
         model.optimizer.save_own_variables(saved)

@@ -1,0 +1,27 @@
+"""Scripts of Keras 2 (tf_keras), which TF_USE_LEGACY_KERAS=1 makes ``tf.keras``: they average as Horovod does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.cluster.jobs import LIMIT_S, ROOT
+from tests.worlds import MPI_SIZE
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("tf_keras") is None, reason="Keras 2 (tf_keras) is not installed"),
+    pytest.mark.skipif(MPI_SIZE > 0, reason="starts a process of its own"),
+]
+
+
+@pytest.mark.parametrize(
+    "names", ["same_as_one_process built_by_its_first_batch tape refused", "schedule_and_files loss_scale"]
+)
+def test_scripts_of_keras_2(names: str) -> None:
+    command = [sys.executable, "-m", "tests.frontends.keras_2", *names.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == names.split()
