@@ -373,14 +373,14 @@ def _wrap(
 
 
 def _wrap_in_keras_2(optimizer: Any, averaging: Averaging, backward_passes_per_step: int) -> Any:
-    for option, is_given, instead in (
-        ("compression", averaging.codes is not None, "take Compression.bf16 or fp16"),
-        ("backward_passes_per_step", backward_passes_per_step != 1, "use larger batches"),
+    for what, is_given, instead in (
+        ("codes (int8, int4)", averaging.codes is not None, "Take Compression.bf16 or fp16"),
+        ("backward_passes_per_step", backward_passes_per_step != 1, "Take larger batches"),
     ):
         if is_given:
             raise InvalidRequestError(
-                f"this {type(optimizer).__name__} is of Keras 2, where DistributedOptimizer has no {option} of this "
-                f"kind: {instead}, or unset TF_USE_LEGACY_KERAS and take the optimizer from keras."
+                f"this {type(optimizer).__name__} is of Keras 2, for which there are no {what}. {instead}, or unset "
+                "TF_USE_LEGACY_KERAS and take the optimizer from keras."
             )
     if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
         raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")

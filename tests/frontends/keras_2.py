@@ -154,8 +154,8 @@ def refused() -> None:
 
     def body(session: Session) -> None:
         for make, message in (
-            (lambda: hvd.DistributedOptimizer(sgd(0.1), compression=hvd.Compression.int8), "has no compression"),
-            (lambda: hvd.DistributedOptimizer(sgd(0.1), backward_passes_per_step=2), "has no backward_passes_per_step"),
+            (lambda: hvd.DistributedOptimizer(sgd(0.1), compression=hvd.Compression.int8), "are no codes (int8, int4)"),
+            (lambda: hvd.DistributedOptimizer(sgd(0.1), backward_passes_per_step=2), "are no backward_passes_per_step"),
             (lambda: hvd.DistributedOptimizer(scaled(sgd(0.1))), "wrap it the other way, LossScaleOptimizer"),
             (lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(0.1))), "is distributed already"),
             (lambda: hvd.DistributedOneBitAdam(tf.keras.optimizers.Adam(0.1)), "this Adam is of Keras 2"),
