@@ -292,6 +292,10 @@ def check_wrappable(optimizer: Any) -> None:
     refuse_keras_2(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
+    _refuse_distributed(optimizer)
+
+
+def _refuse_distributed(optimizer: Any) -> None:
     if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
         raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
 
@@ -382,8 +386,7 @@ def _wrap_in_keras_2(optimizer: Any, averaging: Averaging, backward_passes_per_s
                 f"this {type(optimizer).__name__} is of Keras 2, for which there are no {what}. {instead}, or unset "
                 "TF_USE_LEGACY_KERAS and take the optimizer from keras."
             )
-    if isinstance(optimizer, Distributed) or isinstance(getattr(optimizer, "inner_optimizer", None), Distributed):
-        raise InvalidRequestError(f"this {type(optimizer).__name__} is distributed already; wrap it once.")
+    _refuse_distributed(optimizer)
     if hasattr(optimizer, "inner_optimizer"):
         raise InvalidRequestError(
             f"this {type(optimizer).__name__} is of Keras 2: wrap it the other way, {type(optimizer).__name__}("

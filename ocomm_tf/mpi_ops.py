@@ -36,36 +36,8 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ocomm import api, operations
 from ocomm import session as sessions
-from ocomm.api import (  # noqa: F401 (scripts import Horovod's other names from its mpi_ops, too)
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from ocomm.api import Adasum, Average, Max, Sum
+from ocomm.basics import *  # noqa: F403
 from ocomm.collectives.scratch import ALIGNMENT, aligned
 from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, SHARE, collective, documented
 from ocomm.errors import InvalidRequestError

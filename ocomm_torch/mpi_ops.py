@@ -28,40 +28,8 @@ from torch import Tensor
 
 from ocomm import operations
 from ocomm import session as sessions
-from ocomm.api import (  # noqa: F401 (scripts import Horovod's other names from its mpi_ops, too)
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
+from ocomm.api import Average, Sum, barrier, join, poll, synchronize  # noqa: F401 (Horovod's mpi_ops has them all)
+from ocomm.basics import *  # noqa: F403
 from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, HANDLE, ROWS, SHARE, collective
 from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
 from ocomm.kernels.base import Bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pytest
 import ocomm
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import LIMIT_S
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.cluster.jobs import run
 
 
 def has_mpi() -> bool:
@@ -98,6 +95,10 @@ def version(_):
 
 
 if __name__ == "__main__":
+    for how in ("fork", "spawn", "forkserver"):  # before there are threads
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            print(f"<{how}: {pool.map(version, [0])}>")
+
     import torch
     import horovod.torch as hvd
     from horovod.torch import DistributedOptimizer
@@ -105,9 +106,6 @@ if __name__ == "__main__":
     hvd.init()
     total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
     print(f"<{hvd.rank()} of {hvd.size()}: {total.tolist()} {sys.argv[1:]}>")
-    for how in ("fork", "spawn", "forkserver"):
-        with multiprocessing.get_context(how).Pool(1) as pool:
-            print(f"<{how}: {pool.map(version, [0])}>")
     command = [sys.executable, "-c", "import horovod.common.util as util; print(util.mpi_built())"]
     print(f"<another: {subprocess.run(command, capture_output=True, text=True).stdout.strip()}>")
 """
@@ -120,9 +118,7 @@ def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
     shell.chmod(0o755)
     # One rank: only whether the names are there is new, and each rank imports Torch.
     command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "1", str(shell), "--x"]
-    done = subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = run(command, {**os.environ})
     assert done.returncode == 0, done.stderr
     for line in (
         "<0 of 1: [1.0, 1.0] ['--x']>",
@@ -146,14 +142,7 @@ def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: P
         "if __name__ == '__main__':\n"
         "    print(horovod.run(train, args=(3,), np=1, use_gloo=False, use_mpi=True, verbose=2))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "ocomm.launch.as_horovod", sys.executable, str(script)],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    command = [sys.executable, "-m", "ocomm.launch.as_horovod", sys.executable, str(script)]
+    done = run(command, {**os.environ})
     assert done.returncode == 0, done.stderr
     assert "[(0, [3.0, 3.0])]" in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.telemetry.log import NOTICE  # noqa: E402
-from tests.cluster.jobs import LIMIT_S, ROOT  # noqa: E402
+from tests.cluster.jobs import run  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 v1 = tf.compat.v1
@@ -137,7 +136,7 @@ def test_passes_that_cannot_be_counted_are_refused() -> None:
 
 def test_scripts_without_the_behavior_of_tensorflow_2_train_as_one_process() -> None:
     command = [sys.executable, "-m", "tests.frontends.tensorflow_1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(command, {**os.environ})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "as one process has learnt\n"
 
