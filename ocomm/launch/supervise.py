@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from ocomm import json_values
-from ocomm.errors import LaunchError
+from ocomm.errors import LaunchError, clause
 from ocomm.json_values import expect
 from ocomm.launch import processes, reach, session_directory
 from ocomm.launch.command import LaunchRequest, build
@@ -535,7 +535,11 @@ class _Job:
 
 
 class Discovery:
-    """Runs the user's script repeatedly to find the hosts, on a thread of its own, because it may take long."""
+    """Runs the user's script repeatedly to find the hosts, on a thread of its own, because it may take long.
+
+    A script that fails at first is wrong, and is not run again. Later it may be the cluster, and the hosts stay what
+    they were.
+    """
 
     def __init__(self, script: str, slots_per_host: int | None) -> None:
         self._script = script
@@ -550,7 +554,11 @@ class Discovery:
         self._thread.start()
 
     def hosts(self) -> tuple[Host, ...] | None:
-        """Returns the hosts that the script has printed last; None before that."""
+        """Returns the hosts that the script has printed last; None before that. Raises LaunchError if it failed at
+        first.
+        """
+        if self._found is None and self._trouble:
+            raise LaunchError(f"--host-discovery-script {self._script}: {self._trouble}. Nothing was started.")
         return self._found
 
     def close(self) -> None:
@@ -566,10 +574,13 @@ class Discovery:
             try:
                 self._found = parse_discovered(self._output(), self._slots)
                 self._trouble = ""
-            except Exception as error:  # the hosts stay what they were, and the script may succeed the next time
-                if str(error) != self._trouble and not self._closing.is_set():
-                    self._trouble = str(error)
-                    _say(f"--host-discovery-script {self._script}: {error}")
+            except Exception as error:
+                trouble = clause(error)
+                if trouble != self._trouble and not self._closing.is_set():
+                    self._trouble = trouble
+                    if self._found is None:
+                        return
+                    _say(f"--host-discovery-script {self._script}: {trouble}")
             finally:
                 self.has_looked = True
             self._closing.wait(_DISCOVERY_S)
@@ -599,7 +610,11 @@ class Discovery:
                 with self._lock:
                     self._running = None
         if script.returncode:
-            raise LaunchError(f"it ended with status {script.returncode}: {words.strip()[-200:]}")
+            hint = ""
+            if os.path.isfile(self._script) and script.returncode in (126, 127):  # the shell cannot run, or find, it
+                hint = f" (write ./{self._script})" if script.returncode == 127 else f" (chmod +x {self._script})"
+            said = words.strip()[-200:]
+            raise LaunchError(f"it ended with status {script.returncode}{said and f': {said}'}{hint}")
         return output
 
 

@@ -227,8 +227,8 @@ def topology_of(rank: int, hosts: Sequence[str]) -> Topology:
 
 
 def background_core(cores: Sequence[int], topology: Topology) -> int | None:
-    """Returns the core for this rank's background thread; None for any. Raises SettingsError if there is no such
-    core.
+    """Returns the core for this rank's background thread; None for any. Raises SettingsError if no thread can run on
+    it.
     """
     if not cores:
         return None
@@ -238,9 +238,14 @@ def background_core(cores: Sequence[int], topology: Topology) -> int | None:
             f"{topology.local_size} ranks; name one for each."
         )
     core = cores[topology.local_rank]
-    if core not in os.sched_getaffinity(0):
-        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise SettingsError(f"OCOMM_THREAD_AFFINITY: rank {topology.rank} may not use core {core}, only {allowed}.")
+    given = os.sched_getaffinity(0)
+    try:
+        # A thread may leave the cores that the launcher has given to the process, to stay out of the training's way.
+        os.sched_setaffinity(0, {core})
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"OCOMM_THREAD_AFFINITY: rank {topology.rank} cannot use core {core}: {clause(error)}.") from None
+    finally:
+        os.sched_setaffinity(0, given)
     return core
 
 

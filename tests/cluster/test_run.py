@@ -44,13 +44,8 @@ def test_a_function_runs_on_all_ranks_and_its_results_come_back() -> None:
         return ocomm.rank(), offset + factor * scale, float(total[0])
 
     # The last three are how Horovod's examples call it.
-    results = ocomm.run(work, (1,), {"scale": 2}, num_proc=3, use_gloo=False, use_mpi=True, verbose=0)
+    results = ocomm.run(work, (1,), {"scale": 2}, num_proc=3, use_gloo=True, use_mpi=True, verbose=0)
     assert results == [(rank, 7, 3.0) for rank in range(3)]
-
-
-def test_gloo_is_refused_before_anything_is_started() -> None:
-    with pytest.raises(LaunchError, match=r"use_gloo=True: ocomm has no Gloo, it runs on MPI\. Leave"):
-        ocomm.run(print, use_gloo=True)
 
 
 @pytest.mark.parametrize("ranks", [0, -1])

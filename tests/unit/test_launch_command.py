@@ -281,6 +281,24 @@ def test_binding_args_take_the_place_of_the_binding():
     assert "none" not in argv[:9]
 
 
+def test_horovods_words_for_binding_are_written_as_open_mpi_5_knows_them():
+    given = words("-bind-to none -map-by slot -mca pml ob1 -x A")
+    for request in (local(mpi_args=given), local(binding_args=given)):
+        argv = build(request, OPEN_MPI_5).argv
+        assert [word for word in argv if "bind" in word or "map" in word] == ["--bind-to", "--map-by"]
+        assert "-x" in argv
+        assert "-bind-to" in build(request, OPEN_MPI_4).argv
+    # What the program is given stays as it is.
+    command = ("python", "train.py", "-map-by", "colour")
+    assert build(local(command=command), OPEN_MPI_5).argv[-4:] == command
+
+
+@pytest.mark.parametrize("given", ["--map-by socket:PE=3", "--map-by ppr:2:node:pe=1:overload", "-cpus-per-proc 2"])
+def test_ranks_that_get_several_cores_are_bound_to_them(given):
+    for launcher in (OPEN_MPI_4, OPEN_MPI_5):
+        assert "--bind-to" not in build(local(mpi_args=words(given)), launcher).argv
+
+
 def test_from_64_hosts_on_ssh_goes_straight_to_each():
     hosts = parse_hosts(",".join(f"h{i}:1" for i in range(64)))
     line = str(build(local(num_proc=64, hosts=hosts, spans_hosts=True), OPEN_MPI_5))
@@ -355,6 +373,15 @@ def test_every_variable_travels_but_those_of_this_host_or_process():
             OPEN_MPI_5,
             "--output-filename /runs/12:30,a: Open MPI 5 takes ',' and ':' for the end of a name; choose another "
             "folder.",
+        ),
+        *(
+            (
+                local(mpi_args=words(f"-genv A 1 {option}")),
+                MPICH,
+                f"--mpi-args: {option.split()[0]} is an option of Open MPI's launcher, and MPICH 5.0.2 starts this job."
+                " Leave it out: ranks may be more than cores, and have ocommrun's environment, on other hosts too.",
+            )
+            for option in ("--oversubscribe", "-x PATH", "-mca pml ob1")
         ),
         (
             local(ssh_port=22),

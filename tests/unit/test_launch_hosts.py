@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch.hosts import Host, parse_hostfile, parse_hosts, place, read_hostfile
+from ocomm.launch.hosts import Host, allocated_hosts, parse_hostfile, parse_hosts, place, read_hostfile
 
 FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2."
 
@@ -72,3 +74,19 @@ def test_a_host_file_may_begin_with_a_mark_and_must_be_text(tmp_path):
     with pytest.raises(LaunchError) as caught:
         read_hostfile(str(path))
     assert str(caught.value) == f"--hostfile {path}: this is no text in UTF-8."
+
+
+def test_the_hosts_of_batch_systems_that_launchers_may_not_know(tmp_path):
+    two = (Host("a", 4), Host("b.x", 2))
+    file = tmp_path / "pe_hostfile"
+    file.write_text("a 3 all.q@a UNDEFINED\nb.x 2 all.q@b UNDEFINED\na 1 long.q@a UNDEFINED\n")
+    assert allocated_hosts({"LSB_MCPU_HOSTS": "a 4 b.x 2 "}) == two
+    assert allocated_hosts({"PE_HOSTFILE": str(file)}) == two
+    for other in ({}, {"LSB_MCPU_HOSTS": "a 4"}, {"LSB_MCPU_HOSTS": "a 4 b 2", "SLURM_JOB_ID": "1"}):
+        assert allocated_hosts(other) == ()
+    for wrong, message in (
+        ({"LSB_MCPU_HOSTS": "a b c d"}, "LSB_MCPU_HOSTS='a b c d': 'a' has 'b' as its number of ranks"),
+        ({"PE_HOSTFILE": str(tmp_path / "none")}, f"PE_HOSTFILE={tmp_path}/none: No such file or directory."),
+    ):
+        with pytest.raises(LaunchError, match=f"^{re.escape(message)}"):
+            allocated_hosts(wrong)

@@ -334,14 +334,40 @@ def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_s
     assert status == 128 + (signal.SIGINT if asked == signal.SIGINT else signal.SIGTERM)
 
 
-def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
-    discovery = Discovery(r"printf 'h\303:2\n'", None)
+def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "_DISCOVERY_S", 0.05)
+    looks = tmp_path / "looks"
+    discovery = Discovery(rf"echo >>{looks}; if [ -s {looks}.wrong ]; then printf 'h\303:2\n'; else echo a:2; fi", None)
     try:
-        assert until(lambda: discovery.has_looked)
-        assert discovery.hosts() is None and discovery._thread.is_alive()
+        assert until(lambda: discovery.hosts() == (Host("a", 2),))
+        (tmp_path / "looks.wrong").write_text("now")
+        before = len(looks.read_text())
+        assert until(lambda: len(looks.read_text()) > before + 2)
+        assert discovery.hosts() == (Host("a", 2),) and discovery._thread.is_alive()
     finally:
         discovery.close()
-    assert "the output: 'h\ufffd:2' is not a host" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("the output: 'h\ufffd:2' is not a host") == 1
+
+
+def test_a_script_that_fails_at_first_ends_the_job_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts.sh").write_text("#!/bin/sh\necho localhost\n")
+    launcher, limits = Launcher(Flavour.OPEN_MPI_5, "mpirun", "5"), Limits(1, 1, patience_s=60.0, discovers=True)
+    for script, mode, message in (
+        ("hosts.sh", 0o755, r"it ended with status 127: .*not found \(write \./hosts\.sh\)\."),
+        ("./hosts.sh", 0o644, r"it ended with status 126: .*denied \(chmod \+x \./hosts\.sh\)\."),
+        ("./hosts.sh", 0o755, r"the output: 'localhost' does not say how many ranks run there; write one .*\."),
+        ("false", 0o755, r"it ended with status 1\."),
+    ):
+        (tmp_path / "hosts.sh").chmod(mode)
+        supervisor = Supervisor(LaunchRequest(1, ("true",)), launcher, limits, lambda names: [], script=script)
+        whole = f"^--host-discovery-script {script}: {message} Nothing was started.$"
+        with Server("127.0.0.1", b"key") as server, pytest.raises(LaunchError, match=whole):
+            supervisor._run(server)
 
 
 def script_with_a_child(folder: Path) -> str:
@@ -363,9 +389,10 @@ def test_a_script_that_hangs_is_killed_with_its_children(
         assert until(lambda: discovery.has_looked and (tmp_path / "child").exists())
         child = int((tmp_path / "child").read_text())
         assert until(lambda: has_ended(child))
+        with pytest.raises(LaunchError, match="it has not ended in 1 s, and was killed"):
+            discovery.hosts()
     finally:
         discovery.close()
-    assert "it has not ended in 1 s, and was killed" in capsys.readouterr().err
 
 
 def test_a_script_ends_with_ocommrun(tmp_path: Path) -> None:

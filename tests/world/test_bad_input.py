@@ -442,6 +442,6 @@ class TestTheJob:
         cores = [(9999,) * 3 if rank == culprit else () for rank in range(3)]
         said = refused([Settings(thread_affinity=core, start_timeout_s=600.0) for core in cores])
         why = said.pop(culprit).removesuffix(".")
-        assert why.startswith(f"SettingsError: OCOMM_THREAD_AFFINITY: rank {culprit} may not use core 9999, only ")
+        assert why.startswith(f"SettingsError: OCOMM_THREAD_AFFINITY: rank {culprit} cannot use core 9999: ")
         others = dict.fromkeys({0, 1, 2} - {culprit}, f"LaunchError: rank {culprit} cannot join the job: {why}.")
         assert said == others
