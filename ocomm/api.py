@@ -94,47 +94,49 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Returns True between ``init()`` and ``shutdown()``, in the process that called it."""
-    return sessions.current().is_initialized
+    """Returns True between ``init()`` and ``shutdown()``, in the process that called ``init()``, and in those that it
+    has forked since, which may ask for its rank but not communicate.
+    """
+    return sessions.current().runtime is not None
 
 
 def rank() -> int:
     """Returns the number of this process in the job, from 0. Raises NotInitializedError before ``init()``."""
-    return sessions.current().require_topology().rank
+    return sessions.current().place().rank
 
 
 def size() -> int:
     """Returns the number of ranks in the job. Raises NotInitializedError before ``init()``."""
-    return sessions.current().require_topology().size
+    return sessions.current().place().size
 
 
 def local_rank() -> int:
     """Returns the number of this process among the ranks of its host, from 0. Raises NotInitializedError before
     ``init()``.
     """
-    return sessions.current().require_topology().local_rank
+    return sessions.current().place().local_rank
 
 
 def local_size() -> int:
     """Returns the number of ranks on this host. Raises NotInitializedError before ``init()``."""
-    return sessions.current().require_topology().local_size
+    return sessions.current().place().local_size
 
 
 def cross_rank() -> int:
     """Returns the number of this host among the hosts that have this local rank. Raises NotInitializedError before
     ``init()``.
     """
-    return sessions.current().require_topology().cross_rank
+    return sessions.current().place().cross_rank
 
 
 def cross_size() -> int:
     """Returns the number of hosts that have this local rank. Raises NotInitializedError before ``init()``."""
-    return sessions.current().require_topology().cross_size
+    return sessions.current().place().cross_size
 
 
 def is_homogeneous() -> bool:
     """Returns True if every host has the same number of ranks. Raises NotInitializedError before ``init()``."""
-    return sessions.current().require_topology().is_homogeneous
+    return sessions.current().place().is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -326,7 +326,7 @@ class Session:
 
     def _require(self) -> Runtime:
         if self.runtime is None:
-            raise NotInitializedError("ocomm has not been initialized; call init() first.")
+            raise self._not_initialized()
         if self.pid != os.getpid():
             raise NotInitializedError(
                 f"this process (pid {os.getpid()}) was forked from rank {self.topology.rank if self.topology else '?'} "
@@ -334,8 +334,21 @@ class Session:
             )
         return self.runtime
 
+    def place(self) -> Topology:
+        """Returns the place of this rank in the job. Processes that the rank has forked, such as workers of data
+        loaders, may ask for it, too. Raises NotInitializedError before ``start`` and after ``shutdown``.
+        """
+        if self.runtime is None:
+            raise self._not_initialized()
+        assert self.topology is not None
+        return self.topology
+
+    def _not_initialized(self) -> NotInitializedError:
+        how = "was shut down; call init() again" if self._starts else "has not been initialized; call init() first"
+        return NotInitializedError(f"ocomm {how}.")
+
     def require_topology(self) -> Topology:
-        """Returns the place of this rank in the job. Raises NotInitializedError before ``start``."""
+        """Returns the place of this rank in the job, if this process may communicate. Raises NotInitializedError."""
         self._require()
         assert self.topology is not None
         return self.topology

@@ -30,7 +30,7 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
     def _distribute(
         self,
         names: dict[Tensor, str],
-        compression: type[Compressor],
+        compression: type[Compressor] | Compressor,
         backward_passes_per_step: int,
         process_set: ProcessSet,
     ) -> None:

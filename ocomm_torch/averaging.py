@@ -92,7 +92,7 @@ class AveragingOptimizer(NamesParameters):
     def _distribute(
         self,
         names: dict[Tensor, str],
-        compression: type[Compressor],
+        compression: type[Compressor] | Compressor,
         backward_passes_per_step: int,
         op: int,
         predivide: float,
@@ -612,7 +612,7 @@ class AveragingOptimizer(NamesParameters):
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=2,
+                    stacklevel=4,  # behind the two calls of ``eager``
                 )
             elif not self._averaged and (closure is None or self._exchanges):
                 self._complete()
@@ -646,13 +646,14 @@ class AveragingOptimizer(NamesParameters):
     # Torch wraps step() of every optimizer class to call hooks; that of the wrapped optimizer is wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients. Raises AssertionError between backward and ``step()`` or ``synchronize()``."""
         if self._exchanges:
             raise AssertionError(CLEARED_EARLY)
         self._forget()
         self._hook_parameters()
-        super().zero_grad(set_to_none=set_to_none)
+        # That of an optimizer of the user's may have no such parameter.
+        super().zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sums gradients over ``passes`` backward passes before they are averaged over the ranks, from now on."""

@@ -43,7 +43,7 @@ from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.watched import add_watcher
-from ocomm_torch.wrapped import stand_for_inner
+from ocomm_torch.wrapped import STEPPED, stand_for_inner
 
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
@@ -435,7 +435,7 @@ class CompressedOptimizer(HasRankState):
                 self._masters.write()
         finally:
             self._forget()
-        self._inner._opt_called = True  # for a scheduler that was made with the wrapped optimizer
+        self._inner.__dict__.update(STEPPED)
         return loss
 
     # Horovod's calls that this optimizer cannot have

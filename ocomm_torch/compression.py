@@ -140,8 +140,13 @@ class Compression:
 UNCOMPRESSED = ".uncompressed"
 
 
+def is_kind(compression: object, kind: type[Compressor]) -> bool:
+    """Returns True if a compressor, a class or an object as Horovod takes them, is of the class ``kind``."""
+    return issubclass(compression if isinstance(compression, type) else type(compression), kind)
+
+
 def has_overflowed(
-    compression: type[Compressor], reduced: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]
+    compression: type[Compressor] | Compressor, reduced: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]
 ) -> bool:
     """Returns True if an element of a compressed reduction is not finite, possibly because of ``compression``.
 

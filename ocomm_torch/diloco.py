@@ -35,7 +35,7 @@ from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside, refus
 from ocomm_torch.parameters import copied, named, settings_of
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
-from ocomm_torch.wrapped import check_plain_optimizer, check_steps_without_closure, stand_for_inner
+from ocomm_torch.wrapped import STEPPED, check_plain_optimizer, check_steps_without_closure, stand_for_inner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -293,6 +293,7 @@ class DiLoCo(HasRankState):
         skipped = StepOutcome.SKIP if self.grid is None else StepOutcome.OVERFLOW
         self.outcome = StepOutcome.TAKE if moved else skipped
         self._driver.advance(moved)
+        self._inner.__dict__.update(STEPPED)
 
     def skip(self, *, overflow: bool = False) -> None:
         """Counts a step that changes nothing on this rank, as after an overflow of its loss scale. Collective where

@@ -35,7 +35,7 @@ from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.parameters import settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
-from ocomm_torch.wrapped import check_steps_without_closure
+from ocomm_torch.wrapped import STEPPED, check_steps_without_closure
 
 #: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
 OF_ANOTHER = (
@@ -285,7 +285,7 @@ class Optimizer(CompressedOptimizer):
             raise failure
         if self.outcome is StepOutcome.TAKE:
             self._step_inner()
-        self._inner._opt_called = True  # for a scheduler that was made with the wrapped optimizer
+        self._inner.__dict__.update(STEPPED)
         return loss
 
     def _step_inner(self) -> None:

@@ -31,12 +31,20 @@ from ocomm import session as sessions
 from ocomm.api import Average, Sum, barrier, join, poll, synchronize  # noqa: F401 (Horovod's mpi_ops has them all)
 from ocomm.basics import *  # noqa: F403
 from ocomm.docstrings import AVERAGE_OR_SUM, GATHERED, HANDLE, ROWS, SHARE, collective
-from ocomm.errors import InvalidRequestError, OcommError, UnsupportedError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, OcommError, UnsupportedError  # noqa: F401
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.device import DeviceMemory, is_reduced_on_devices
 from ocomm.nccl_opening import could_be_bridged, give_up, memory_of
 from ocomm.negotiation.request import TensorMemory
-from ocomm.operations import Allreduce, ProcessSet, choose_op, global_process_set, handles
+from ocomm.operations import (
+    Allreduce,
+    ProcessSet,
+    add_process_set,  # noqa: F401
+    choose_op,
+    global_process_set,
+    handles,
+    remove_process_set,  # noqa: F401
+)
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
@@ -123,7 +131,7 @@ class TorchAdapter:
         """Returns the placement of tensors that are all on one GPU, if sums over the set could stay there; else
         None.
         """
-        if not tensors or not tensors[0].is_cuda:
+        if not tensors or not isinstance(tensors[0], Tensor) or not tensors[0].is_cuda:
             return None
         number = process_set.number(session)
         if not could_be_bridged(session, number):
@@ -248,7 +256,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -277,7 +285,7 @@ def allreduce(
         HorovodInternalError: The collective failed: MismatchError, StallError or PeerError.
     """
     chosen = choose_op(op, average)
-    if issubclass(compression, OneBitCompressor):
+    if compression is OneBitCompressor or isinstance(compression, OneBitCompressor):
         return _onebit_allreduce(tensor, name, chosen, prescale_factor, postscale_factor, process_set)
     settings = chosen, prescale_factor, postscale_factor, process_set
     compressed, context = compression.compress(tensor)
@@ -380,7 +388,7 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -719,7 +727,7 @@ class _GroupedReducescatter(torch.autograd.Function):
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -739,7 +747,7 @@ def reducescatter(
 def _reducescatter_compressed(
     tensors: Sequence[Tensor],
     name: str | None,
-    compression: type[Compressor],
+    compression: type[Compressor] | Compressor,
     op: int,
     process_set: ProcessSet,
     prescale: float,
@@ -761,7 +769,7 @@ def _reducescatter_compressed(
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError
+from ocomm.launch import as_horovod
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.grid import Grid
 from ocomm.types import ReduceOp
@@ -20,10 +21,11 @@ from ocomm_torch import loss_scaling, low_bit
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
 from ocomm_torch.compiling import leave_hooks_alone
-from ocomm_torch.compression import CodesCompressor, Compression, Compressor, OneBitCompressor
+from ocomm_torch.compression import CodesCompressor, Compression, Compressor, OneBitCompressor, is_kind
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.naming import NamesParameters, names_of
+from ocomm_torch.wrapped import STEPPED, guard_against_dropping
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -53,8 +55,9 @@ def DistributedOptimizer(
     Args:
         optimizer: Any Torch optimizer that does not communicate by itself.
         named_parameters: (name, parameter) for every parameter of the optimizer; None names them by position.
-        compression: A class of ``Compression`` other than ``Compression.onebit``. With ``int8`` and ``int4`` making the
-            optimizer is collective, and what it returns has rank states: below.
+        compression: A class of ``Compression`` other than ``Compression.onebit``, or a ``Compressor`` of yours, a
+            class or an object. With ``int8`` and ``int4`` making the optimizer is collective, and what it returns has
+            rank states: below.
         backward_passes_per_step: The number of backward passes whose gradients are summed before they are averaged.
         op: Average, Sum or Adasum. With Adasum the wrapped optimizer steps on this rank's own gradients, and the
             changes of the steps are combined; ``groups`` and ``sparse_as_dense`` then have no effect.
@@ -86,7 +89,7 @@ def DistributedOptimizer(
         InvalidRequestError: An argument cannot be right (a ValueError). Later ``step()`` and ``synchronize()`` raise
             HorovodInternalError if an exchange failed.
     """
-    if issubclass(compression, OneBitCompressor):
+    if is_kind(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # raises, and says what to use instead
     _check_wrappable(optimizer)
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -105,14 +108,15 @@ def DistributedOptimizer(
             "op=Adasum with mesh=: it combines steps by inner products of whole tensors, of which a rank of a grid may "
             "have a part. Use Average."
         )
-    if issubclass(compression, CodesCompressor) and process_set.included():
+    if is_kind(compression, CodesCompressor) and process_set.included():
         refused = {
             f"op={_name_of(op)}": (op != Average, "codes are averaged, so leave op= out."),
             "mesh=": (axis is not None, "codes travel between replicas of plain tensors, so leave mesh= out."),
             "groups": (groups is not None, "its buckets have a fixed order, so leave groups= out."),
         }
         passes = backward_passes_per_step
-        return low_bit.wrap(optimizer, named_parameters, process_set, compression.bits, passes, refused)
+        bits = cast(type[CodesCompressor], compression).bits
+        return low_bit.wrap(optimizer, named_parameters, process_set, bits, passes, refused)
     leave_hooks_alone()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     ending = _ending(process_set)
@@ -124,6 +128,7 @@ def DistributedOptimizer(
     if op == ReduceOp.ADASUM:
         wrapped = _subclassed(optimizer, AdasumOptimizer, ending)
         wrapped._distribute(names, compression, backward_passes_per_step, process_set)
+        _follow_steps(optimizer, wrapped)
         return wrapped
     wrapped = _subclassed(optimizer, AveragingOptimizer if grid is None else AveragingGridOptimizer, ending)
     wrapped._distribute(
@@ -137,6 +142,7 @@ def DistributedOptimizer(
         process_set,
         grid,
     )
+    _follow_steps(optimizer, wrapped)
     return wrapped
 
 
@@ -162,13 +168,14 @@ def _subclassed(optimizer: torch.optim.Optimizer, mixin: type, ending: str) -> A
     that of its gradients' names.
     """
     base = type(optimizer)
-    wrapper = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    # Trainers for Horovod tell what is wrapped from what is not by the name of its module.
+    module = "horovod.torch.optimizer" if as_horovod.is_installed() else base.__module__
+    wrapper = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__})
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has set step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})
     wrapped._ending = ending
     _share_what_is_loaded(wrapped)
-    _tell_schedulers(optimizer, wrapped)
     return wrapped
 
 
@@ -188,15 +195,17 @@ def _ending(process_set: ProcessSet) -> str:
     return session.ending("DistributedOptimizer", process_set.number(session))
 
 
-def _tell_schedulers(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
+def _follow_steps(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimizer) -> None:
     """Tells a scheduler that was made with ``optimizer`` about steps, so that it does not warn that it is ahead of
-    them.
+    them, and refuses steps of ``optimizer`` if nobody has kept ``wrapped``.
     """
 
     def after_step(*_: Any) -> None:
-        optimizer._opt_called = True
+        optimizer.__dict__.update(STEPPED)
 
     wrapped.register_step_post_hook(after_step)
+    if wrapped._is_distributed:
+        guard_against_dropping(optimizer, wrapped, DistributedOptimizer.__name__)
 
 
 def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:

@@ -12,11 +12,36 @@ from ocomm.errors import InvalidRequestError
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.rank_states import HasRankState
 
+#: An attribute of a wrapped optimizer: the weak reference to what wraps it, until that has stepped.
+_AWAITED = "_ocomm_awaited"
+#: The attributes that a wrapped optimizer gets when what wraps it has stepped: for schedulers that were made with it,
+#: and for ``guard_against_dropping``.
+STEPPED = {"_opt_called": True, _AWAITED: None}
+
+
+def guard_against_dropping(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, kind: str) -> None:
+    """Makes a step of ``inner`` raise if ``outer``, which wraps it, is gone without a step: nobody has kept it, and
+    each rank would train alone. ``kind`` names it.
+    """
+    reference, itself = weakref.ref(outer), weakref.ref(inner)
+    setattr(inner, _AWAITED, reference)
+
+    def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        # What wraps it may have the same hooks.
+        if stepping is itself() and getattr(stepping, _AWAITED) is reference and reference() is None:
+            raise InvalidRequestError(
+                f"the {kind} that wraps this {type(stepping).__name__} was not kept, so each rank would train alone. "
+                f"Keep it, and call its step(): optimizer = hvd.{kind}(optimizer, ...)."
+            )
+
+    inner.register_step_pre_hook(before_step)
+
 
 def stand_for_inner(optimizer: HasRankState, inner: torch.optim.Optimizer) -> list[Any]:
     """Makes the wrapped optimizer ``inner`` save the state of ``optimizer``, and refuse steps and loads by others.
     Returns the handles of its hooks.
     """
+    guard_against_dropping(inner, optimizer, f"Distributed{type(optimizer).__name__}")
     return [
         inner.register_step_pre_hook(_guard_step(optimizer)),
         inner.register_load_state_dict_pre_hook(_guard_loading(optimizer)),

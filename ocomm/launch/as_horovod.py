@@ -46,6 +46,13 @@ def place_of(name: str) -> str | None:
     return None
 
 
+def _is_there(place: str) -> bool:
+    try:
+        return importlib.util.find_spec(place) is not None
+    except ModuleNotFoundError:  # what should have it is no package
+        return False
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Comes before all other finders, so that it also wins over an installed Horovod."""
 
@@ -53,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         place = place_of(name)
         if place is None:
             return None
-        if importlib.util.find_spec(place) is None:
+        if not _is_there(place):
             raise ModuleNotFoundError(f"{name} would be {place}, which ocomm does not have", name=name)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

@@ -243,7 +243,9 @@ def background_core(cores: Sequence[int], topology: Topology) -> int | None:
         # A thread may leave the cores that the launcher has given to the process, to stay out of the training's way.
         os.sched_setaffinity(0, {core})
     except (OSError, OverflowError) as error:
-        raise SettingsError(f"OCOMM_THREAD_AFFINITY: rank {topology.rank} cannot use core {core}: {clause(error)}.") from None
+        raise SettingsError(
+            f"OCOMM_THREAD_AFFINITY: rank {topology.rank} cannot use core {core}: {clause(error)}."
+        ) from None
     finally:
         os.sched_setaffinity(0, given)
     return core

@@ -131,7 +131,7 @@ SUBMODULES = {
     "grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async allgather "
     "allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_ broadcast_async broadcast_async_ "
     "alltoall alltoall_async reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join "
-    "barrier poll synchronize",
+    "barrier poll synchronize add_process_set remove_process_set HorovodInternalError",
     "torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
     "torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
     "torch.optimizer": "DistributedOptimizer",

@@ -1,4 +1,4 @@
-"""Forked DataLoader workers live beside the background thread and never talk for the rank."""
+"""Forked DataLoader workers live beside the background thread, know the rank, and never talk for it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ torch.set_num_threads(1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 10), torch.randn(64, 1))
 sampler = torch.utils.data.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, num_workers=2)
+
+class Mine(torch.utils.data.IterableDataset):
+    def __iter__(self):  # in a worker, which shares the data out by itself
+        return iter(range(hvd.rank() if hvd.is_initialized() else -1, 8, hvd.size()))
+
+mine = torch.cat(list(torch.utils.data.DataLoader(Mine(), batch_size=4, num_workers=1)))
+assert mine.tolist() == [*range(hvd.rank(), 8, hvd.size())], mine
 model = torch.nn.Linear(10, 1)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOneBitAdam(torch.optim.Adam(model.parameters()), freeze_step=4)

@@ -101,6 +101,12 @@ if __name__ == "__main__":
     hvd.init()
     total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
     print(f"<{hvd.rank()} of {hvd.size()}: {total.tolist()} {sys.argv[1:]}>")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(total)], lr=1.0)
+    print(f"<{type(optimizer).__module__}, {type(DistributedOptimizer(optimizer)).__module__}>")
+    try:
+        import horovod.torch.mpi_ops.none
+    except ModuleNotFoundError as error:
+        print(f"<{error}>")
     command = [sys.executable, "-c", "import horovod.common.util as util; print(util.mpi_built())"]
     print(f"<another: {subprocess.run(command, capture_output=True, text=True).stdout.strip()}>")
 """
@@ -121,6 +127,8 @@ def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
         "<spawn: ['0.28.1']>",
         "<forkserver: ['0.28.1']>",
         "<another: True>",
+        "<torch.optim.sgd, horovod.torch.optimizer>",
+        "<horovod.torch.mpi_ops.none would be ocomm_torch.mpi_ops.none, which ocomm does not have>",
     ):
         assert line in done.stdout, done.stdout + done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,41 @@ class TestAgainstOneProcess:
         results = together(2, "sgd", compression=getattr(hvd.Compression, name))
         assert_equal_ranks(results)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=0.05, atol=0.01)
+
+    def test_a_compressor_may_be_an_object(self) -> None:
+        class Halves(hvd.Compression.fp16):  # type: ignore[misc, name-defined]
+            def __init__(self) -> None:
+                self.calls = 0
+
+            def compress(self, tensor: Any) -> Any:  # type: ignore[override]
+                self.calls += 1
+                return super().compress(tensor)
+
+        def body(session: Session) -> int:
+            model, compression = make_model(), Halves()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), compression=compression)
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            assert hvd.allreduce(torch.ones(2), compression=compression).tolist() == [1.0, 1.0]
+            return compression.calls
+
+        assert run_ranks(2, body) == [5, 5]
+
+    def test_an_optimizer_of_the_users_may_clear_gradients_in_its_own_way(self) -> None:
+        class Own(torch.optim.SGD):
+            def zero_grad(self) -> None:  # type: ignore[override]
+                for p in self.param_groups[0]["params"]:
+                    p.grad = None
+
+        def body(session: Session) -> None:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(Own(model.parameters(), lr=0.1), model.named_parameters())
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model[0].weight.grad is None
+
+        run_ranks(2, body)
 
     def test_gradients_of_several_backward_passes_are_summed(self) -> None:
         def body(session: Session) -> list[Any]:
@@ -514,6 +550,47 @@ class TestRules:
         results = run_ranks(2, body)
         torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("again", [False, True])
+    @pytest.mark.parametrize(
+        ("kind", "wrapper", "options"),
+        [
+            ("sgd", "DistributedOptimizer", {}),
+            ("sgd", "DistributedOptimizer", {"op": hvd.Adasum}),
+            ("sgd", "DistributedOptimizer", {"compression": hvd.Compression.int8}),
+            ("adam", "DistributedOneBitAdam", {}),
+            ("sgd", "DistributedDiLoCo", {}),
+        ],
+    )
+    def test_a_wrapper_that_nobody_keeps_is_told_at_the_first_step(
+        self, kind: str, wrapper: str, options: dict[str, Any], again: bool
+    ) -> None:
+        """Without it each rank would train alone."""
+
+        def body(session: Session) -> None:
+            model = make_model()
+            plain = OPTIMIZERS[kind](model.parameters())
+            getattr(hvd, wrapper)(plain, model.named_parameters(), **options)
+            loss_of(model, *batches()[0]).backward()
+            if again:  # what it wraps may be wrapped again
+                optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+                loss_of(model, *batches()[0]).backward()
+                optimizer.step()
+                del optimizer  # and is whoever's it was once it has stepped
+                plain.step()
+                return
+            with pytest.raises(InvalidRequestError, match=f"^the {wrapper} that wraps this .* was not kept, so each"):
+                plain.step()
+
+        run_ranks(2, body)
+
+    def test_the_result_may_be_dropped_on_one_rank_alone_in_the_job(self) -> None:
+        def body(session: Session) -> None:
+            plain = OPTIMIZERS["sgd"](make_model().parameters())
+            hvd.DistributedOptimizer(plain)
+            plain.step()
+
+        run_ranks(1, body)
+
     def test_an_optimizer_may_be_replaced(self) -> None:
         def body(session: Session) -> None:
             model = make_model()
@@ -589,8 +666,11 @@ class TestRules:
             optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
             loss_of(model, *batches()[0]).backward()
             optimizer.synchronize()
-            with pytest.raises(UserWarning, match=r"^optimizer.step\(\) called without"):  # as all warnings here
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 optimizer.step()
+            (warning,) = (w for w in caught if str(w.message).startswith("optimizer.step() called without"))
+            assert warning.filename == __file__
 
         run_ranks(2, body)
 

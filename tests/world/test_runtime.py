@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ocomm
 from ocomm import bootstrap, operations
 from ocomm import session as sessions
 from ocomm.errors import (
@@ -613,6 +614,7 @@ def test_a_forked_child_may_compute_but_not_communicate() -> None:
                 assert message.endswith(
                     f") was forked from rank 0 (pid {os.getpid()}), which is the one that may communicate."
                 )
+            assert pool.apply(_place_in_child) == (True, 0, 1, 0, [0], True)  # as workers of data loaders ask for it
             message = pool.apply(_init_in_child)
             assert message.startswith("LaunchError: init() was called in process ")
             assert message.endswith(
@@ -637,6 +639,11 @@ def _exchange_in_child() -> str:
     except NotInitializedError as error:
         return f"NotInitializedError: {error}"
     return "nothing was raised"
+
+
+def _place_in_child() -> tuple[Any, ...]:
+    world = ocomm.global_process_set
+    return ocomm.is_initialized(), ocomm.rank(), ocomm.size(), ocomm.local_rank(), world.ranks, world.included()
 
 
 def _init_in_child() -> str:
