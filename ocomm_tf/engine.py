@@ -193,6 +193,11 @@ def runs() -> dict[str, int]:
     return counts
 
 
+def exchanged() -> int:
+    """Returns how often collectives of this process's graphs have run, those without a name, too."""
+    return sum(call.runs for call in _calls if not call.is_local)
+
+
 #: The frontends that make steps of 1-bit optimizers in graphs.
 steppers: weakref.WeakSet[Any] = weakref.WeakSet()
 

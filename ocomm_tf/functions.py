@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,9 @@ def agree_on(what: str, variables: Sequence[Any], process_set: ProcessSet) -> li
     mine = [(name_of(v), shape_of(v), tf.as_dtype(v.dtype).base_dtype.name) for v in variables]
     number = process_set.number(session)
     name = session.automatic_name(f"agree_on.{what}", number)
-    ranks = session.set_ranks[number]
-    everyone = dict(zip(ranks, api.allgather_object(mine, name, process_set), strict=True))
-    first = everyone[ranks[0]]
+    # A rank that has joined says nothing.
+    everyone = dict(api.allgather_object((session.require_topology().rank, mine), name, process_set))
+    first = everyone[min(everyone)]
     order = [name for name, _, _ in first]
     for position in range(max(len(said) for said in everyone.values())):
         values: dict[str, list[int]] = {}
@@ -80,7 +81,7 @@ def broadcast_variables(
             those ranks call ``broadcast_parameters(model.named_parameters(), root_rank)``.
 
     Returns:
-        In a graph of ``tf.compat.v1``, the operation that a session must run; else None.
+        In a graph the operation, which a session of ``tf.compat.v1`` must run; else None.
 
     Raises:
         MismatchError: Number, shapes, dtypes or order of the variables differ; it names the variable and the ranks.
@@ -90,10 +91,43 @@ def broadcast_variables(
     if names is not None:
         _broadcast_in_wire_order(variables, root_rank, process_set, names)
         return None
-    agree_on("broadcast_variables", variables, process_set)
+    if not _agreed.has(variables, process_set):
+        agree_on("broadcast_variables", variables, process_set)
+        _agreed.add(variables, process_set)
     values = broadcast_(variables, root_rank, name_in_graph("broadcast_variables"), process_set)
-    is_run_anyway = tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function
-    return None if is_run_anyway else tf.group(*values)
+    return None if tf.executing_eagerly() else tf.group(*values)
+
+
+class _Agreed:
+    """The lists of variables on which the ranks have agreed when a ``tf.function`` was built.
+
+    It may be built once more on some ranks alone, as for a shorter batch, where nothing collective may happen.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
+
+    def has(self, variables: Sequence[Any], process_set: ProcessSet) -> bool:
+        if not _is_building_a_function():
+            return False
+        references = self._found.get(self._key(variables, process_set), [])
+        return bool(references) and all(r() is v for r, v in zip(references, variables, strict=True))
+
+    def add(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
+        if _is_building_a_function():
+            self._found = {key: refs for key, refs in self._found.items() if all(r() is not None for r in refs)}
+            self._found[self._key(variables, process_set)] = [weakref.ref(v) for v in variables]
+
+    def _key(self, variables: Sequence[Any], process_set: ProcessSet) -> tuple[Any, ...]:
+        session = sessions.current()
+        return (session.starts, process_set.number(session), *map(id, variables))
+
+
+_agreed = _Agreed()
+
+
+def _is_building_a_function() -> bool:
+    return not tf.executing_eagerly() and tf.compat.v1.get_default_graph().building_function
 
 
 def _broadcast_in_wire_order(

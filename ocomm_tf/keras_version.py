@@ -33,3 +33,8 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
         optimizer.build(variables)
     else:
         optimizer._create_all_weights(variables)
+
+
+def in_keras_2(optimizer: Any) -> Any:
+    """Returns what is inside a LossScaleOptimizer of Keras 2, which lets that average; else ``optimizer``."""
+    return getattr(optimizer, "inner_optimizer", optimizer) if IS_KERAS_2 else optimizer

@@ -193,7 +193,7 @@ _reductions: list[engine.Call] = []  # the allreduces of all graphs
 
 def exchanged() -> int:
     """Returns the number of exchanges that this process has begun, eagerly and in graphs."""
-    return _exchanged + sum(engine.runs().values())
+    return _exchanged + engine.exchanged()
 
 
 def has_reduced() -> bool:
@@ -382,7 +382,9 @@ def _tensor(value: Any) -> tf.Tensor:
     for kind, instead in ((tf.RaggedTensor, "to_tensor() or its flat_values"), (tf.SparseTensor, "tf.sparse.to_dense")):
         if isinstance(value, kind):
             raise InvalidRequestError(f"a collective takes dense tensors, not a tf.{kind.__name__}; pass {instead}.")
-    return tf.convert_to_tensor(value)
+    tensor = tf.convert_to_tensor(value)
+    # The value of a variable of TensorFlow 1 has a dtype of its own.
+    return tf.identity(tensor) if tensor.dtype._is_ref_dtype else tensor
 
 
 # allreduce

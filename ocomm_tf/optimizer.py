@@ -31,10 +31,15 @@ _log = logging.getLogger("ocomm")
 
 
 class _DistributedGradientTape(tf.GradientTape):
-    """The class of the result of ``DistributedGradientTape``."""
+    """The class of the result of ``DistributedGradientTape``.
+
+    It has the attributes of the tape that it wraps, because both have one record, to which either may add.
+    """
+
+    __slots__ = ("_averaging",)
 
     def __init__(self, tape: tf.GradientTape, averaging: Averaging) -> None:
-        self.__dict__.update(vars(tape))  # with what the tape has recorded already
+        object.__setattr__(self, "__dict__", vars(tape))
         self._averaging = averaging
 
     def register_local_source(self, source: Any) -> None:
@@ -282,17 +287,20 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
 
     def compute_gradients(self, *arguments: Any, **options: Any) -> list[tuple[Any, Any]]:
         """Returns the gradients of the wrapped optimizer, averaged over the ranks."""
-        pairs = super().compute_gradients(*arguments, **options)
+        pairs = list(super().compute_gradients(*arguments, **options))
         average = self._averaging if self._passes is None else self._passes.average
         averaged = average([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return [(gradient, variable) for gradient, (_, variable) in zip(averaged, pairs, strict=True)]
 
-    def apply_gradients(self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None) -> Any:
-        """Applies gradients of ``compute_gradients`` like the wrapped optimizer."""
+    def apply_gradients(
+        self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None, **options: Any
+    ) -> Any:
+        """Applies gradients of ``compute_gradients`` like the wrapped optimizer, which also gets ``options``."""
         pairs, apply = list(grads_and_vars), super().apply_gradients
         if self._passes is None:
-            return apply(pairs, global_step, name)
-        return self._passes.apply(lambda: apply(pairs), [gradient for gradient, _ in pairs], global_step, name)
+            return apply(pairs, global_step=global_step, name=name, **options)
+        gradients = [gradient for gradient, _ in pairs]
+        return self._passes.apply(lambda: apply(pairs, **options), gradients, global_step, name)
 
     def register_local_var(self, var: Any) -> None:
         """Keeps the gradient of ``var`` on this rank: it is not averaged."""

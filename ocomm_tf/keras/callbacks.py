@@ -6,6 +6,7 @@ or all ranks if it has none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,8 +22,11 @@ from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
 from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators
-from ocomm_tf.keras_version import IS_KERAS_2, all_variables, is_of_keras_2
+from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_keras_2
 
+_log = logging.getLogger("ocomm")
+#: Number of batches whose gradients a ``train_step`` of the model's own may add up before it averages them.
+_MOST_ADDED_UP = 64
 _OPTIMIZERS = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer if IS_KERAS_2 else ())
 
 
@@ -55,23 +59,27 @@ class _Callback(_OfThisKeras):
     def optimizers(self) -> list[Any]:
         """The model's optimizer, and those that its own ``compile`` has made attributes, as for a GAN."""
         found = {id(v): v for v in vars(self.model).values() if isinstance(v, _OPTIMIZERS)}
-        return [_in_keras_2(optimizer) for optimizer in found.values()]
+        return [in_keras_2(optimizer) for optimizer in found.values()]
 
     @property
     def distributed(self) -> list[Any]:
         """The distributed optimizers among ``optimizers``."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Distributed)]
 
+    @property
+    def averages_itself(self) -> bool:
+        """True if the model has a ``train_step`` of its own, which may average gradients, and add them up before."""
+        return type(self.model).train_step is not tf.keras.Model.train_step
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Raises InvalidRequestError if the optimizer is not distributed, unless the model has a ``train_step`` of its
         own, which may average gradients.
         """
-        optimizer = _in_keras_2(self.model.optimizer)
-        averages_itself = type(self.model).train_step is not tf.keras.Model.train_step
+        optimizer = in_keras_2(self.model.optimizer)
         # What is inside refuses to be there in its first step, and says what to do instead.
         if isinstance(optimizer, LossScaleOptimizer) and isinstance(optimizer.inner_optimizer, Distributed):
             return
-        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not averages_itself:
+        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not self.averages_itself:
             raise InvalidRequestError(
                 f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
                 "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
@@ -95,7 +103,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
         process_set: The ranks that take part; None for those of the model's optimizers.
 
     Raises:
-        InvalidRequestError: The ranks exchanged nothing in the first step, so each would train alone.
+        InvalidRequestError: The ranks exchanged nothing in the first step, so each would train alone; or in the first
+            64 batches, if the model has a ``train_step`` of its own.
 
     If ranks of Torch train the same model, which the optimizer's ``names`` say, only trainable variables are broadcast.
     Those ranks call ``broadcast_parameters(model.named_parameters(), root_rank)`` before they wrap their optimizer.
@@ -130,7 +139,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
 
     def _broadcast(self, variables: list[Any]) -> None:
         shared = [v for v in variables if id(v) not in self._local]
-        broadcast_variables(shared, self.root_rank, self.process_set)
+        operation = broadcast_variables(shared, self.root_rank, self.process_set)
+        if operation is not None:  # Keras 2 without eager execution
+            tf.compat.v1.keras.backend.get_session().run(operation)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts all variables after the first batch."""
@@ -141,13 +152,21 @@ class BroadcastGlobalVariablesCallback(_Callback):
         # backend.
         counted = [optimizer.ocomm_exchanges for optimizer in self.distributed]
         if self.process_set.size() > 1 and not (any(counted) if counted else mpi_ops.exchanged() - self._before):
-            if self._batches < max(map(_passes, self.optimizers), default=1):
+            if self._batches < max([_MOST_ADDED_UP if self.averages_itself else 1, *map(_passes, self.optimizers)]):
                 return
             raise InvalidRequestError(
-                "the first batch was trained without any exchange between the ranks; they would train apart. Does the "
-                "model's train_step() use its optimizer, or a DistributedGradientTape?"
+                f"the first {self._batches} batch(es) were trained without any exchange between the ranks; they would "
+                "train apart. Does the model's train_step() use its optimizer, or a DistributedGradientTape?"
             )
         self._done = True
+        self._broadcast_all()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Warns if a ``train_step`` of the model's own has exchanged nothing."""
+        if self._batches and not self._done and not api.rank():
+            _log.warning("%d batches were trained without any exchange between the ranks", self._batches)
+
+    def _broadcast_all(self) -> None:
         if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
             # Gradients that Keras has accumulated since the last step are each rank's own.
             own = {id(v) for o in self.optimizers for v in accumulators(o)}
@@ -228,7 +247,8 @@ class LearningRateScheduleCallback(_Callback):
         """Finds the number of steps per epoch."""
         super().on_train_begin(logs)
         if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
+            samples, batch = self.params.get("samples"), self.params.get("batch_size")  # without eager execution
+            self.steps_per_epoch = self.params.get("steps") or (samples and batch and samples // batch)
             if not self.steps_per_epoch:
                 raise InvalidRequestError(
                     f"{type(self).__name__}: the number of steps per epoch is not known; pass steps_per_epoch."
@@ -256,12 +276,12 @@ class LearningRateScheduleCallback(_Callback):
         momentum = getattr(optimizer, "momentum", None)
         if self.momentum_correction and before and isinstance(momentum, (keras.Variable, tf.Variable)):
             self._restore = _number(momentum)
-            momentum.assign(self._restore * after / before)
+            _assign(momentum, self._restore * after / before)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Restores the momentum."""
         if self._restore is not None:
-            self.model.optimizer.momentum.assign(self._restore)
+            _assign(self.model.optimizer.momentum, self._restore)
             self._restore = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -454,11 +474,6 @@ class UpdateEpochStateCallback(_OfThisKeras):
         self.state.epoch = self._before + epoch + 1
 
 
-def _in_keras_2(optimizer: Any) -> Any:
-    """Returns what is inside a LossScaleOptimizer of Keras 2, which lets that average; else ``optimizer``."""
-    return getattr(optimizer, "inner_optimizer", optimizer) if IS_KERAS_2 else optimizer
-
-
 def _passes(optimizer: Any) -> int:
     """Returns the number of batches in one step of the optimizer."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
@@ -466,4 +481,13 @@ def _passes(optimizer: Any) -> int:
 
 def _number(value: Any) -> float:
     """Returns a Keras variable, tensor or number as a number."""
+    if IS_KERAS_2:
+        return float(tf.keras.backend.get_value(value))  # also without eager execution
     return float(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _assign(variable: Any, value: float) -> None:
+    if IS_KERAS_2:
+        tf.keras.backend.set_value(variable, value)
+    else:
+        variable.assign(value)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.keras_optimizer import DistributedOptimizer
+from ocomm_tf.keras_version import in_keras_2
 
 
 def load_model(
@@ -49,5 +50,9 @@ def load_model(
         wrapped.load_own_variables(saved)
         model.optimizer = wrapped
     elif model.optimizer is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, process_set=process_set)
+        optimizer = DistributedOptimizer(in_keras_2(model.optimizer), compression=compression, process_set=process_set)
+        if in_keras_2(model.optimizer) is model.optimizer:
+            model.optimizer = optimizer
+        else:
+            model.optimizer._optimizer = optimizer
     return model

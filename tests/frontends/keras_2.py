@@ -148,6 +148,47 @@ def schedule_and_files() -> None:
     assert first == second
 
 
+def scaled_files() -> None:
+    """A model with a LossScaleOptimizer, which averages inside, is distributed again when it is loaded."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(session: Session) -> list[Any]:
+        mine = model(0.5)
+        inner = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
+        fit(mine, tf.keras.mixed_precision.LossScaleOptimizer(inner), data(hvd.rank()), BATCH)
+        path = str(folder / f"rank-{hvd.rank()}.h5")
+        mine.save(path)
+        loaded = hvd.load_model(path)
+        assert weights(loaded) == weights(mine)
+        loaded.fit(*data(hvd.rank()), batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        assert loaded.optimizer.inner_optimizer.ocomm_exchanges
+        return weights(loaded)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
+def without_eager_execution() -> None:
+    """As scripts that were written for TensorFlow 1: Keras runs everything in its session, the broadcast, too."""
+    tf.compat.v1.disable_eager_execution()
+
+    def body(session: Session) -> list[Any]:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as own:
+            tf.compat.v1.keras.backend.set_session(own)
+            mine = model(float(hvd.rank()))
+            optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.legacy.SGD(0.1, momentum=0.5))
+            warmup = hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=2)
+            begin = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            history = fit(
+                mine, optimizer, data(hvd.rank()), BATCH, [begin, hvd.callbacks.MetricAverageCallback(), warmup]
+            )
+            np.testing.assert_allclose(history.history["lr"], [0.075, 0.1, 0.1], rtol=1e-6)
+            return weights(mine)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 def refused() -> None:
     """What only Keras 3 has is an error that says so."""
     sgd, scaled = tf.keras.optimizers.SGD, tf.keras.mixed_precision.LossScaleOptimizer

@@ -6,6 +6,8 @@ so ``test_tf_v1`` starts this one: ``python -m tests.frontends.tensorflow_1``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow.compat.v1 as tf
 
 tf.disable_v2_behavior()
@@ -35,6 +37,30 @@ class End(tf.train.SessionRunHook):
 
     def end(self, session: tf.Session) -> None:
         self.values = session.run(self.variables)
+
+
+class Own(tf.train.MomentumOptimizer):
+    """As optimizers of BERT's are: pairs come one by one, and steps take an option."""
+
+    def compute_gradients(self, *arguments: Any, **options: Any) -> Any:
+        return zip(*zip(*super().compute_gradients(*arguments, **options), strict=True), strict=True)
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: Any = None, factor: Any = 1.0) -> Any:
+        scaled = [(gradient * factor, variable) for gradient, variable in grads_and_vars]
+        return super().apply_gradients(scaled, global_step, name)
+
+
+def check_an_optimizer_of_the_users(rank: int) -> None:
+    """Its gradients are averaged, its options arrive, and values of its variables can be sent."""
+    with tf.Graph().as_default() as graph, tf.Session() as session:
+        weight = tf.get_variable("weight", [2], initializer=tf.zeros_initializer())
+        optimizer = hvd.DistributedOptimizer(Own(1.0, 0.0))
+        pairs = optimizer.compute_gradients(tf.reduce_sum(weight) * (rank + 1.0))
+        step = optimizer.apply_gradients(pairs, factor=2.0)
+        session.run(tf.global_variables_initializer())
+        session.run(step)
+        value = graph.get_tensor_by_name("weight:0")
+        np.testing.assert_array_equal(session.run(hvd.allreduce(value, op=hvd.Sum)), [-6.0, -6.0])
 
 
 def trained(ranks: list[int], is_distributed: bool) -> list[np.ndarray]:
@@ -102,6 +128,7 @@ def check_collectives(rank: int) -> None:
 def main() -> None:
     def body(session: Session) -> list[np.ndarray]:
         check_collectives(hvd.rank())
+        check_an_optimizer_of_the_users(hvd.rank())
         return trained([hvd.rank()], True)
 
     first, second = run_ranks(2, body)

@@ -688,18 +688,52 @@ class TestNeverAlone:
         run_ranks(2, body)
 
     @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, lambda optimizer: optimizer], ids=["wrapped", "plain"])
-    def test_a_batch_without_an_exchange_is_refused(self, wrap: Any) -> None:
+    def test_batches_without_an_exchange_are_refused(
+        self, wrap: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         class Lonely(keras.Sequential):
             def train_step(self, data: Any) -> dict[str, Any]:
                 return {"loss": tf.constant(0.0)}
 
         def body(session: Session) -> None:
             model = Lonely(make_model().layers)
-            compiled(model, wrap(keras.optimizers.Adam(1e-3)))
-            with pytest.raises(InvalidRequestError, match=r"first batch was trained without any exchange"):
+            model.compile(wrap(keras.optimizers.Adam(1e-3)), loss=loss())
+            broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            model.fit(IMAGES[:32], LABELS[:32], batch_size=16, verbose=0, callbacks=[broadcast])
+            hvd.barrier()
+            monkeypatch.setattr(hvd.callbacks, "_MOST_ADDED_UP", 2)
+            with pytest.raises(InvalidRequestError, match=r"first 2 batch\(es\) were trained without any exchange"):
                 fit(model, hvd.rank(), 2, 1, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
         run_ranks(2, body)
+        said = [record.getMessage() for record in caplog.records if "without any exchange" in record.getMessage()]
+        assert said == ["2 batches were trained without any exchange between the ranks"]
+
+    @pytest.mark.parametrize("eagerly", [False, True])
+    def test_a_train_step_may_average_by_itself_and_after_some_batches(self, eagerly: bool) -> None:
+        """The collectives have no names; in a graph they are counted all the same."""
+
+        class Adding(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    value = self.compute_loss(x, y, self(x, training=True))
+                gradients = tape.gradient(value, self.trainable_variables)
+                self.kept = [*getattr(self, "kept", []), *gradients]
+                if not eagerly or len(self.kept) > len(gradients):  # a graph that accumulates needs tf.cond
+                    averages = [hvd.allreduce(sum(self.kept[n :: len(gradients)])) for n in range(len(gradients))]
+                    self.kept = []
+                    self.optimizer.apply(averages, self.trainable_variables)
+                return {"loss": value}
+
+        def body(session: Session) -> Any:
+            model = Adding(make_model(hvd.rank() + 1).layers)
+            model.compile(keras.optimizers.Adam(1e-3), loss=loss(), run_eagerly=eagerly)
+            broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            model.fit(IMAGES[:64], LABELS[:64], batch_size=16, verbose=0, shuffle=False, callbacks=[broadcast])
+            return weights_of(model)
+
+        assert_equal(run_ranks(2, body))
 
     @pytest.mark.parametrize("eagerly", [False, True])
     def test_a_train_step_with_a_tape_of_ours_may_have_a_plain_optimizer(self, eagerly: bool) -> None:

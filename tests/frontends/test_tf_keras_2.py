@@ -18,7 +18,12 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "names", ["same_as_one_process built_by_its_first_batch tape refused", "schedule_and_files loss_scale"]
+    "names",
+    [
+        "same_as_one_process built_by_its_first_batch tape refused",
+        "schedule_and_files scaled_files loss_scale",
+        "without_eager_execution",
+    ],
 )
 def test_scripts_of_keras_2(names: str) -> None:
     command = [sys.executable, "-m", "tests.frontends.keras_2", *names.split()]

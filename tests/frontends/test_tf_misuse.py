@@ -98,6 +98,74 @@ def test_jacobians_of_a_distributed_tape_are_averages_without_pfor_and_refused_w
     assert run_ranks(2, body) == [[[[3.0, 0.0], [0.0, 6.0]]]] * 2
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("way", [lambda f: f, lambda f: tf.function(f, autograph=False)], ids=["eager", "graph"])
+def test_a_tape_may_be_distributed_and_asked_while_it_records(way: Any, persistent: bool) -> None:
+    def body(session: Session) -> list[Any]:
+        w = tf.Variable([1.0, 2.0])
+
+        @way
+        def asked_inside() -> Any:
+            with tf.GradientTape(persistent) as tape:
+                y = w * w * (1.0 + hvd.rank())
+                tape = ocomm_tf.DistributedGradientTape(tape)
+                y = y * 2.0
+                return tape.gradient(y, w)
+
+        @way
+        def asked_outside() -> Any:
+            with tf.GradientTape(persistent) as tape:
+                y = w * w * (1.0 + hvd.rank())
+                tape = ocomm_tf.DistributedGradientTape(tape)
+                with tape.stop_recording():
+                    _ = w * 3.0
+                y = y * 2.0
+            return tape.gradient(y, w)
+
+        return [asked_inside().numpy().tolist(), asked_outside().numpy().tolist()]
+
+    assert run_ranks(2, body) == [[[6.0, 12.0], [6.0, 12.0]]] * 2
+
+
+def test_a_function_that_broadcasts_may_be_traced_again_on_one_rank() -> None:
+    """As for a shorter last batch. What the ranks have agreed on when it was traced first holds."""
+
+    def body(session: Session) -> list[Any]:
+        variables = [tf.Variable([1.0 + hvd.rank()]), tf.Variable([[2.0 + hvd.rank()]])]
+
+        @tf.function
+        def step(x: Any, is_first: Any) -> Any:
+            if is_first:
+                ocomm_tf.broadcast_variables(variables, root_rank=0)
+            return hvd.allreduce(tf.reduce_sum(x), op=hvd.Sum, name="sum")
+
+        sums = [float(step(tf.ones(3), tf.constant(True)))]
+        sums.append(float(step(tf.ones(3 - hvd.rank()), tf.constant(False))))
+        conditional = tf.function(
+            lambda first: tf.cond(
+                first, lambda: ocomm_tf.broadcast_variables(variables, root_rank=1), lambda: tf.constant(True)
+            )
+        )
+        variables[0].assign([5.0 + hvd.rank()])
+        conditional(tf.constant(True))
+        return [*sums, *(v.numpy().ravel().tolist() for v in variables)]
+
+    assert run_ranks(2, body) == [[6.0, 5.0, [6.0], [2.0]]] * 2
+
+
+def test_a_rank_that_has_joined_agrees_on_what_is_broadcast() -> None:
+    def body(session: Session) -> float:
+        variable = tf.Variable([float(hvd.rank())])
+        if hvd.rank() == 0:
+            hvd.join()
+        else:
+            ocomm_tf.broadcast_variables([variable], root_rank=1)
+            hvd.join()
+        return float(variable[0])
+
+    assert run_ranks(2, body) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

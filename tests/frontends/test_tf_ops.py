@@ -159,7 +159,12 @@ class TestCollectives:
     def test_variables_are_overwritten_in_place(self, way: Any) -> None:
         def body(session: Session) -> None:
             variables = [tf.Variable([1.0 + hvd.rank()], name="a"), tf.Variable(hvd.rank(), name="b")]
-            way(lambda: hvd.broadcast_variables(variables, root_rank=1))()
+
+            @way
+            def broadcast() -> None:
+                hvd.broadcast_variables(variables, root_rank=1)
+
+            broadcast()
             assert [v.numpy().tolist() for v in variables] == [[2.0], 1]
 
         run_ranks(2, body)
