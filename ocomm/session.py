@@ -113,7 +113,8 @@ class Session:
         self.rejoining: weakref.WeakSet[Rejoins] = weakref.WeakSet()
         #: Id of the process that has started the session, which alone may communicate; 0 before ``start``.
         self.pid = 0
-        self._starts = 0
+        #: Number of times that this session was started.
+        self.starts = 0
         #: Staging memory for plans of dense collectives.
         self.scratch = Scratch(0)
         self._counts: dict[str, int] = {}
@@ -186,7 +187,7 @@ class Session:
         topology = topology_of(control.rank, hosts)
         native = settings.engine == "native" and (abi is not None or control.size == 1)
         with confirmed(control, settings.start_timeout_s):
-            tuner = _tuner(settings, self._starts + 1) if settings.autotune and control.rank == 0 else None
+            tuner = _tuner(settings, self.starts + 1) if settings.autotune and control.rank == 0 else None
             self._pool = _kernel_threads(settings)
             self.kernels = _kernels(settings, self._pool)
             if native:
@@ -214,9 +215,9 @@ class Session:
         )
         registry.begin(runtime, sets, control)
         self.pid = os.getpid()
-        self._starts += 1
+        self.starts += 1
         if settings.timeline:
-            self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self._starts)
+            self._write_timeline(settings.timeline, settings.timeline_mark_cycles, self.starts)
         runtime.exporter = open_exporter(
             self.topology,
             settings,
@@ -344,7 +345,7 @@ class Session:
         return self.topology
 
     def _not_initialized(self) -> NotInitializedError:
-        how = "was shut down; call init() again" if self._starts else "has not been initialized; call init() first"
+        how = "was shut down; call init() again" if self.starts else "has not been initialized; call init() first"
         return NotInitializedError(f"ocomm {how}.")
 
     def require_topology(self) -> Topology:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import ocomm_torch as hvd
+from ocomm.errors import LaunchError
 from ocomm_torch import trainers
 
 
@@ -19,7 +20,15 @@ def keep_rank_states(accelerator: Any) -> None:
     Args:
         accelerator: The ``accelerate.Accelerator``, of which ``load_state`` is replaced. Call it once; optimizers may
             be prepared before or after it.
+
+    Raises:
+        LaunchError: The accelerator has other ranks than ocomm, so that each would train alone.
     """
+    if accelerator.num_processes != hvd.size():
+        raise LaunchError(
+            f"this Accelerator trains on {accelerator.num_processes} process(es), and ocomm has {hvd.size()} ranks. On "
+            "CPUs it looks for the others if it is made with Accelerator(cpu=True), or with ACCELERATE_USE_CPU=1."
+        )
     loaded_from = ""
 
     def optimizers() -> list[Any]:

@@ -40,13 +40,14 @@ from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.loss_scaling import SharesOverflows
-from ocomm_torch.low_bit import CLEARED_EARLY, OF_ANOTHER, TOO_MANY_PASSES
+from ocomm_torch.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.tensor_memory import is_dtensor, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
+from ocomm_torch.wrapped import OF_ANOTHER
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
 #: the network has work early.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,8 +44,11 @@ from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.watched import add_watcher
-from ocomm_torch.wrapped import STEPPED, stand_for_inner
+from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, stand_for_inner
 
+_log = logging.getLogger("ocomm")
+#: So many steps that ``zero_grad`` skips are no accident.
+_MANY_CLEARED = 3
 #: The documentation of arguments that all compressed optimizers have.
 ARGUMENTS = {
     "named_parameters": "An iterable of (name, parameter), which names the parameters in messages; None names them by "
@@ -137,6 +141,8 @@ class CompressedOptimizer(HasRankState):
         self.locate = self._gradients.locate
         self.backward_passes_per_step = common.backward_passes_per_step
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
+        #: Number of steps that ``zero_grad`` has skipped.
+        self._cleared = 0
         #: True inside ``no_sync``.
         self._accumulates = False
         self._ddp = DDPModule(self._parameters, f"Distributed{type(self).__name__}")
@@ -538,6 +544,15 @@ class CompressedOptimizer(HasRankState):
         """Clears the gradients. Between backward and ``step()`` this also skips the step, on all ranks."""
         if self._stepper.begun:
             self.skip()
+            self._cleared += 1
+            if self._cleared == _MANY_CLEARED and self._driver.is_first:
+                _log.warning(
+                    "%s: zero_grad() has cleared %d steps that backward had begun. Their gradients were "
+                    "exchanged for nothing. %s",
+                    self._driver.name,
+                    self._cleared,
+                    OF_ANOTHER,
+                )
         self._forget()  # the backward passes of a step that is skipped
         super().zero_grad(set_to_none)
 

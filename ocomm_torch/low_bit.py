@@ -35,13 +35,8 @@ from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.parameters import settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
-from ocomm_torch.wrapped import STEPPED, check_steps_without_closure
+from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure
 
-#: A remedy that Horovod's message does not name: a generator's loss gives the discriminator gradients, too.
-OF_ANOTHER = (
-    "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
-    "requires_grad_(False)."
-)
 TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally. " + OF_ANOTHER

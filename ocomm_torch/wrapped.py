@@ -12,6 +12,11 @@ from ocomm.errors import InvalidRequestError
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.rank_states import HasRankState
 
+#: A remedy that Horovod's messages do not name: a generator's loss gives the discriminator gradients, too.
+OF_ANOTHER = (
+    "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
+    "requires_grad_(False)."
+)
 #: An attribute of a wrapped optimizer: the weak reference to what wraps it, until that has stepped.
 _AWAITED = "_ocomm_awaited"
 #: The attributes that a wrapped optimizer gets when what wraps it has stepped: for schedulers that were made with it,

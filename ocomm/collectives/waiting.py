@@ -111,7 +111,8 @@ def wait(
             elif now - owing_since > _GRACE_S:
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-                raise PeerError(f"{what} cannot end: {reasons}. {EQUALLY_MANY[watch.framework]}")
+                advice = EQUALLY_MANY[watch.framework] if is_step else "All ranks must make the same calls."
+                raise PeerError(f"{what} cannot end: {reasons}. {advice}")
             if watch.stall_check_s and now - warned >= watch.stall_check_s:
                 warned = now
                 _log.warning("%s: waited %.0f s so far for rank(s) %s", what, now - begun, late)

@@ -122,7 +122,7 @@ class Driver:
         self.is_mixed = facts.is_mixed
         #: True if the frontends' own dense steps would round differently. Then ``ocomm.optim.adam`` makes them.
         self.has_unlike_hosts = facts.rounds_differently
-        if self.has_unlike_hosts and not self.is_mixed and self._is_first:
+        if self.has_unlike_hosts and not self.is_mixed and self.is_first:
             _log.warning("%s: %s", name, self.unlike_text.format(by_rank(facts.by_implementation, "have")))
         #: True if some rank's parameters are on a device.
         self.on_devices = facts.places != {ON_HOST}
@@ -200,7 +200,7 @@ class Driver:
         return self.session.set_ranks[self.number]
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         """True on the first rank of the process set."""
         return self.session.require_topology().rank == self._ranks[0]
 
@@ -529,7 +529,8 @@ class Driver:
             notices = self._notices
             if notices is not None:
                 notices.steps = self.steps
-                if self.stepper.traffic.first_compressed == self.stepper.traffic.steps:
+                if self.stepper.traffic.first_compressed and not notices.compresses:
+                    notices.compresses = True
                     notices.first_compressed(self.uncompressed_nbytes)
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
@@ -602,7 +603,8 @@ class Driver:
         self.steps = saved["steps"]
         self._load(saved)
         self._loaded_replica = saved["replica"]
-        self.resumed = {"step": self.steps, "ranks": saved["ranks"], "rank_state": "reset"}
+        # A state that was saved before the first step, as Accelerate loads it at once, is where every run begins.
+        self.resumed = {"step": self.steps, "ranks": saved["ranks"], "rank_state": "reset"} if self.steps else None
         resume.say_changes(self, saved)
 
     def _load(self, saved: Mapping[str, Any]) -> None:

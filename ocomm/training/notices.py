@@ -96,6 +96,8 @@ class Notices:
     speaks: bool = True
     #: Number of steps taken, with those before a saved state was loaded.
     steps: int = 0
+    #: True once a compressed step was taken.
+    compresses: bool = False
 
     def begin(self, where: str, numel: int, plan: str) -> None:
         """Says what is about to be trained, where, and what a step sends."""

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -69,6 +69,22 @@ class Completer:
             del complete
 
 
+class _Failure:
+    """The value of a future that has failed: its error is raised for everyone who looks for tensors in it.
+
+    DistributedDataParallel's C++ does so, by pickling the value, and would read past the end of a list without any.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def tell(self) -> NoReturn:
+        raise self._error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
+
+
 class Future(torch.futures.Future):
     """A future whose callbacks run in the thread of a completer, in the order in which they were added.
 
@@ -94,7 +110,9 @@ class Future(torch.futures.Future):
         try:
             found = result()
         except BaseException as error:
-            self.set_exception(error)
+            # As Torch's set_exception does it, whose value is the error itself.
+            self._set_unwrap_func(_Failure.tell)
+            self.set_result(_Failure(error))
         else:
             self.set_result(found)
 

@@ -235,6 +235,13 @@ dist.init_process_group("cpu:ocomm,cuda:nccl", init_method="ocomm://")
 said("mixed", lambda: dist.all_reduce(ones))
 dist.destroy_process_group()
 dist.init_process_group("ocomm", init_method="ocomm://")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 1))  # its C++ takes the tensors out of futures
+if rank:
+    said("backward", lambda: ddp(torch.ones(1, 64)).sum().backward())
+else:
+    said("backward", lambda: dist.all_reduce(torch.ones(65, dtype=torch.int32)))
+dist.destroy_process_group()
+dist.init_process_group("ocomm", init_method="ocomm://")
 said("shape", lambda: dist.all_reduce(torch.ones(4 + rank)))
 time.sleep(2.5)  # the other rank is to hear what this one did
 os._exit(0)
@@ -274,6 +281,7 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "single": ["InvalidRequestError", "8 elements of int32", "2 times the 4 of float32"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
+            "backward": ["MismatchError", "rank 0", "65 elements of int32", "rank 1", "65 elements of float32"],
             "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
         }.items():
             for word in words:

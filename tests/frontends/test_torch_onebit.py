@@ -17,6 +17,7 @@ import torch
 from ocomm.api import join
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, PeerError
 from ocomm.session import Session
+from ocomm.telemetry.log import NOTICE
 from ocomm.types import Settings
 from ocomm_torch.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, state_digest, train
@@ -297,6 +298,35 @@ def test_a_change_after_backward_gives_what_no_overlap_gives(change: Any, freeze
     redone = {r["report"]["redone_steps"] for r in found}
     # Of the hyperparameters only betas and coupled decay go into what is compressed.
     assert redone == ({0} if change is change_lr else {1})
+
+
+def test_backward_passes_of_another_optimizer_are_told_and_keep_no_notice_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As those of a generator's loss in a GAN, whose gradients of the discriminator nobody uses."""
+
+    def body(session: Session) -> Any:
+        (parameter,) = parameters = [torch.nn.Parameter(torch.ones(40))]
+        optimizer = DistributedOneBitAdam(torch.optim.Adam(parameters), [("p", parameter)], freeze_step=3)
+        fresh = optimizer.state_dict()
+        optimizer.load_state_dict(fresh)  # as Accelerate does
+        assert optimizer.compression_report()["resumed"] is None
+        for step in range(8):
+            optimizer.zero_grad()
+            (parameter * (1.0 + step + rank_of(session))).sum().backward()
+            optimizer.step()
+            parameter.sum().backward()
+        return optimizer.compression_report()["compressed_steps"]
+
+    with caplog.at_level(NOTICE, "ocomm"):
+        assert run_ranks(2, body)[0] > 0
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "cleared" in line] == [
+        "DistributedOneBitAdam: zero_grad() has cleared 3 steps that backward had begun. Their gradients were "
+        "exchanged for nothing. Where a backward pass is for another optimizer, freeze the parameters of this one "
+        "meanwhile: requires_grad_(False)."
+    ]
+    assert [line for line in said if "the warm-up is over" in line]
 
 
 def test_zero_grad_on_one_rank_skips_the_step_on_all() -> None:

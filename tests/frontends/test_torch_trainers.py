@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ocomm.api import rank
-from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.errors import CheckpointError, InvalidRequestError, LaunchError
 from ocomm.session import Session
 from ocomm_torch import trainers
+from ocomm_torch.accelerate import keep_rank_states
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.onebit_jobs import digest
@@ -55,6 +57,17 @@ def test_what_a_trainer_knows_is_used_unless_the_user_says_otherwise() -> None:
             trainers.wrapper_of("two_bits")
 
     run_ranks(1, body)
+
+
+def test_an_accelerator_that_has_found_no_other_rank_is_refused() -> None:
+    def body(session: Session) -> None:
+        alone = SimpleNamespace(num_processes=1)
+        with pytest.raises(
+            LaunchError, match=r"trains on 1 process\(es\), and ocomm has 2 ranks.*Accelerator\(cpu=True"
+        ):
+            keep_rank_states(alone)
+
+    run_ranks(2, body)
 
 
 def test_a_trainer_clips_averages_only() -> None:
