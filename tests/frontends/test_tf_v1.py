@@ -18,7 +18,7 @@ from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.telemetry.log import NOTICE  # noqa: E402
 from tests.cluster.jobs import run  # noqa: E402
-from tests.worlds import run_ranks  # noqa: E402
+from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 v1 = tf.compat.v1
 OPTIMIZERS = {
@@ -134,6 +134,7 @@ def test_passes_that_cannot_be_counted_are_refused() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.skipif(MPI_SIZE > 0, reason="starts a process of its own")
 def test_scripts_without_the_behavior_of_tensorflow_2_train_as_one_process() -> None:
     command = [sys.executable, "-m", "tests.frontends.tensorflow_1"]
     done = run(command, {**os.environ})
@@ -141,6 +142,7 @@ def test_scripts_without_the_behavior_of_tensorflow_2_train_as_one_process() -> 
     assert done.stdout == "as one process has learnt\n"
 
 
+@pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: rank 0 alone says it")
 @pytest.mark.parametrize(
     ("compression", "dtype", "sent", "in_two"),
     [("none", tf.float32, "4 kB", "8 kB"), ("none", tf.float64, "8 kB", "16 kB"), ("bf16", tf.float32, "2 kB", "4 kB")],
