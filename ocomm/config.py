@@ -197,8 +197,9 @@ def _parsed(environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def without_meaning(environment: Mapping[str, str]) -> list[str]:
-    """Returns the ``HOROVOD_*`` variables that ``read_settings`` ignores, whatever their value."""
+    """Returns the ``HOROVOD_*`` variables that nothing of ocomm reads."""
     known = {f"HOROVOD_{name}" for name, (_, _, is_horovods) in VARIABLES.items() if is_horovods}
+    known.add("HOROVOD_ELASTIC_TIMEOUT")  # ocommrun reads it
     return sorted(name for name in environment if name.startswith("HOROVOD_") and name not in known)
 
 
