@@ -205,8 +205,8 @@ def _wait_for(session: Session, adapter: Any, calls: Iterable[tuple[Start, Seque
     global _exchanged, _has_reduced
     started = []
     for start, tensors, name in calls:
+        _exchanged += 1  # before the other ranks can see it end: they may be threads of this process
         started.append(start(session, adapter, tensors, name))
-        _exchanged += 1
         _has_reduced |= isinstance(start, StartAllreduce)
     return [operation.wait() for operation in started]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from ocomm_tf import engine  # noqa: E402
 from ocomm_tf.optimizer import trained_alone  # noqa: E402
 from tests.tiers import few  # noqa: E402
 from tests.world.test_runtime import threads_only  # noqa: E402
-from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
+from tests.worlds import MPI_SIZE, PATIENCE_S, run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -713,6 +714,8 @@ class TestNeverAlone:
     @pytest.mark.parametrize("eagerly", [False, True])
     def test_a_train_step_may_average_by_itself_and_after_some_batches(self, eagerly: bool) -> None:
         """The collectives have no names; in a graph they are counted all the same."""
+        # Exchanges are counted by process: no rank may begin its next batch before the others have looked.
+        looked = threading.Barrier(1 if MPI_SIZE else 2)
 
         class Adding(keras.Sequential):
             def train_step(self, data: Any) -> dict[str, Any]:
@@ -730,8 +733,9 @@ class TestNeverAlone:
         def body(session: Session) -> Any:
             model = Adding(make_model(hvd.rank() + 1).layers)
             model.compile(keras.optimizers.Adam(1e-3), loss=loss(), run_eagerly=eagerly)
-            broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-            model.fit(IMAGES[:64], LABELS[:64], batch_size=16, verbose=0, shuffle=False, callbacks=[broadcast])
+            together = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: looked.wait(PATIENCE_S))
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), together]
+            model.fit(IMAGES[:64], LABELS[:64], batch_size=16, verbose=0, shuffle=False, callbacks=callbacks)
             return weights_of(model)
 
         assert_equal(run_ranks(2, body))
