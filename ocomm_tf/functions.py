@@ -108,13 +108,13 @@ class _Agreed:
         self._found: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
 
     def has(self, variables: Sequence[Any], process_set: ProcessSet) -> bool:
-        if not _is_building_a_function():
+        if not is_building_a_function():
             return False
         references = self._found.get(self._key(variables, process_set), [])
         return bool(references) and all(r() is v for r, v in zip(references, variables, strict=True))
 
     def add(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
-        if _is_building_a_function():
+        if is_building_a_function():
             self._found = {key: refs for key, refs in self._found.items() if all(r() is not None for r in refs)}
             self._found[self._key(variables, process_set)] = [weakref.ref(v) for v in variables]
 
@@ -126,7 +126,8 @@ class _Agreed:
 _agreed = _Agreed()
 
 
-def _is_building_a_function() -> bool:
+def is_building_a_function() -> bool:
+    """Returns True inside of a ``tf.function`` that is being traced."""
     return not tf.executing_eagerly() and tf.compat.v1.get_default_graph().building_function
 
 

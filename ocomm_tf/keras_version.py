@@ -38,3 +38,8 @@ def build_optimizer(optimizer: Any, variables: Any) -> None:
 def in_keras_2(optimizer: Any) -> Any:
     """Returns what is inside a LossScaleOptimizer of Keras 2, which lets that average; else ``optimizer``."""
     return getattr(optimizer, "inner_optimizer", optimizer) if IS_KERAS_2 else optimizer
+
+
+def run_in_session(fetches: Any) -> Any:
+    """Returns what the session of Keras 2, which has one without eager execution, computes for ``fetches``."""
+    return tf.compat.v1.keras.backend.get_session().run(fetches)

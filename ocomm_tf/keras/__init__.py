@@ -4,6 +4,11 @@ from ocomm_tf import *  # noqa: F403
 from ocomm_tf import __all__ as _everything
 from ocomm_tf.keras import callbacks
 from ocomm_tf.keras.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_tf.keras.collectives import allgather as allgather  # type: ignore[assignment]
+from ocomm_tf.keras.collectives import allreduce as allreduce  # type: ignore[assignment]
+from ocomm_tf.keras.collectives import broadcast as broadcast  # type: ignore[assignment]
+from ocomm_tf.keras.collectives import broadcast_global_variables as broadcast_global_variables
+from ocomm_tf.keras.collectives import reducescatter as reducescatter  # type: ignore[assignment]
 from ocomm_tf.keras.diloco import DistributedDiLoCo
 from ocomm_tf.keras.ef_sgd import DistributedEFSGD
 from ocomm_tf.keras.lamb import DistributedOneBitLamb

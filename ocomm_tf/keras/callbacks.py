@@ -22,7 +22,7 @@ from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
 from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators
-from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_keras_2
+from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_keras_2, run_in_session
 
 _log = logging.getLogger("ocomm")
 #: Number of batches whose gradients a ``train_step`` of the model's own may add up before it averages them.
@@ -141,7 +141,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         shared = [v for v in variables if id(v) not in self._local]
         operation = broadcast_variables(shared, self.root_rank, self.process_set)
         if operation is not None:  # Keras 2 without eager execution
-            tf.compat.v1.keras.backend.get_session().run(operation)
+            run_in_session(operation)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcasts all variables after the first batch."""

@@ -125,6 +125,21 @@ _BASICS = (
     "rocm_built start_timeline stop_timeline Average Sum Adasum Min Max Product"
 )
 
+_KERAS = (
+    " DistributedOptimizer Compression allreduce allgather broadcast reducescatter broadcast_global_variables "
+    "load_model"
+)
+
+#: keras/__init__.py, tensorflow/keras/__init__.py
+KERAS = {
+    "allreduce": "value, name=None, average=None, prescale_factor=1.0, postscale_factor=1.0, op=None, "
+    "compression=Compression.none",
+    "allgather": "value, name=None",
+    "broadcast": "value, root_rank, name=None",
+    "reducescatter": "value, name=None, op=Average",
+    "broadcast_global_variables": "root_rank",
+}
+
 #: Names that scripts and other packages import from Horovod's submodules.
 SUBMODULES = {
     "torch.mpi_ops": _BASICS + " allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce "
@@ -146,11 +161,11 @@ SUBMODULES = {
     "tensorflow.sync_batch_norm": "SyncBatchNormalization",
     "tensorflow.util": "_executing_eagerly",
     "tensorflow.elastic": "run ObjectState TensorFlowState TensorFlowKerasState",
-    "tensorflow.keras": _BASICS + " DistributedOptimizer Compression allreduce allgather broadcast load_model",
+    "tensorflow.keras": _BASICS + _KERAS,
     "tensorflow.keras.callbacks": "BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback "
     "LearningRateWarmupCallback",
     "tensorflow.keras.elastic": "run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback",
-    "keras": _BASICS + " DistributedOptimizer Compression",
+    "keras": _BASICS + _KERAS,
     "keras.callbacks": "BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback "
     "LearningRateWarmupCallback",
     "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",

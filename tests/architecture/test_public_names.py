@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from ocomm.launch.as_horovod import place_of
 from tests.architecture.parity_table import (
     ELASTIC,
     IGNORED,
+    KERAS,
     NUMPY,
     OPTIMIZER,
     PROCESS,
@@ -36,7 +38,7 @@ _DEFAULTS = {
 }
 
 
-def check(function: object, spelled: str) -> None:
+def check(function: object, spelled: str, frontend: str = "ocomm_torch") -> None:
     """Takes every call that Horovod's takes: its parameters in its order, what is added has a default."""
     ours = list(inspect.signature(function).parameters.values())  # type: ignore[arg-type]
     # What we have added by keyword is out of the way of Horovod's calls, also before **kwargs.
@@ -51,9 +53,8 @@ def check(function: object, spelled: str) -> None:
         elif default == "global":
             assert parameter.default is ocomm.global_process_set
         elif default.startswith("Compression."):
-            import ocomm_torch
-
-            assert parameter.default is getattr(ocomm_torch.Compression, default.split(".")[1])
+            compressions = importlib.import_module(frontend).Compression
+            assert parameter.default is getattr(compressions, default.split(".")[1])
         elif default:
             assert parameter.default == _DEFAULTS[default], text
     parameters += added
@@ -101,6 +102,12 @@ def test_a_call_of_horovods_fits_ours(name: str) -> None:
     function = find(hvd, name)
     check(function, ROWS[name])
     assert inspect.getdoc(function), name
+
+
+@pytest.mark.parametrize("name", KERAS)
+def test_a_call_of_horovods_for_keras_fits_ours(name: str) -> None:
+    hvd = pytest.importorskip("ocomm_tf.keras", exc_type=ImportError)
+    check(getattr(hvd, name), KERAS[name], "ocomm_tf")
 
 
 @pytest.mark.parametrize("name", OPTIMIZER)

@@ -168,6 +168,19 @@ def scaled_files() -> None:
     assert first == second
 
 
+def values(mine: Any) -> None:
+    """The collectives of Keras return values where there is a session, and symbolic tensors for such ones."""
+    rank = hvd.rank()
+    for _ in range(2):  # a script calls them once an epoch
+        assert list(hvd.allreduce([rank, 2.0 * rank], "score")) == [0.5, 1.0]
+        assert list(hvd.allgather(np.full(1 + rank, rank), name="sizes")) == [0, 1, 1]
+        assert hvd.broadcast(rank + 5, 1) == 6 and hvd.reducescatter([4.0, 4.0], op=hvd.Sum).tolist() == [8.0]
+    symbolic = hvd.allreduce(tf.identity(mine.weights[0]))
+    assert tf.is_symbolic_tensor(symbolic)
+    mine.set_weights([weight + rank for weight in mine.get_weights()])
+    hvd.broadcast_global_variables(1)
+
+
 def without_eager_execution() -> None:
     """As scripts that were written for TensorFlow 1: Keras runs everything in its session, the broadcast, too."""
     tf.compat.v1.disable_eager_execution()
@@ -183,6 +196,7 @@ def without_eager_execution() -> None:
                 mine, optimizer, data(hvd.rank()), BATCH, [begin, hvd.callbacks.MetricAverageCallback(), warmup]
             )
             np.testing.assert_allclose(history.history["lr"], [0.075, 0.1, 0.1], rtol=1e-6)
+            values(mine)
             return weights(mine)
 
     first, second = run_ranks(2, body)
