@@ -17,6 +17,7 @@ from ocomm_tf.functions import (
     broadcast_variables,
     check_replicas,
 )
+from ocomm_tf.mpi_ops import _allreduce as _allreduce  # Horovod's scripts use it
 from ocomm_tf.mpi_ops import (
     allgather,
     allreduce,

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ocomm import api, elastic, errors
 from ocomm.elastic import ObjectState, Part, State
-from ocomm.errors import HorovodInternalError
+from ocomm.errors import HorovodInternalError, InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import NO_STATE, Source, one_state
 from ocomm_tf.keras_optimizer import accumulators
@@ -61,8 +61,8 @@ class TensorFlowState(ObjectState):
     ``TensorFlowState(variables, epoch=0)``.
 
     Args:
-        variables: The variables.
-        session: Accepted as in Horovod, and ignored.
+        variables: The variables; None for all of the graph, where there is one of ``tf.compat.v1``.
+        session: The session that holds their values; None for the default session. Ignored in eager mode.
         process_set: The ranks that share the state.
         **kwargs: Further values, by attribute name.
     """
@@ -75,17 +75,30 @@ class TensorFlowState(ObjectState):
         process_set: ProcessSet = global_process_set,
         **kwargs: Any,
     ) -> None:
-        self.variables = list(variables or ())
+        self.variables = list(tf.compat.v1.global_variables() if variables is None else variables)
+        self._session: Any = None if tf.executing_eagerly() else session or tf.compat.v1.get_default_session()
+        if self._session is None and not tf.executing_eagerly():
+            raise InvalidRequestError(
+                "TensorFlowState without eager execution: pass session=, the session that holds the variables' values, "
+                "or make the state inside of it"
+            )
         super().__init__(process_set, **kwargs)
 
     def replicated(self) -> dict[str, Any]:
         """Returns the variables' values, and the other values."""
-        return {"variables": [v.numpy() for v in self.variables], "values": super().replicated()}
+        if self._session is None:
+            values = [v.numpy() for v in self.variables]
+        else:
+            values = self._session.run(self.variables)
+        return {"variables": values, "values": super().replicated()}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
         """Loads the result of ``replicated``; variables are changed in place."""
         for variable, saved in zip(self.variables, value["variables"], strict=True):
-            variable.assign(saved)
+            if self._session is None:
+                variable.assign(saved)
+            else:
+                variable.load(saved, self._session)
         super().load_replicated(value["values"])
 
 

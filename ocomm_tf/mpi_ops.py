@@ -413,7 +413,7 @@ class StartAllreduce:
         )
 
 
-def _allreduce(
+def _reduced(
     tensors: Sequence[tf.Tensor],
     name: str | None,
     op: int,
@@ -430,7 +430,7 @@ def _allreduce(
         return run_compressed([Exchange(kind, inputs, name, start, process_set)], compression)[0], None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
-        return _allreduce(grads, None, op, prescale, postscale, process_set, grouped, compression)
+        return _reduced(grads, None, op, prescale, postscale, process_set, grouped, compression)
 
     return _differentiable(tensors, forward, backward)
 
@@ -477,7 +477,20 @@ def allreduce(
     if isinstance(tensor, tf.IndexedSlices):
         return _allreduce_slices([tensor], chosen, (prescale_factor, postscale_factor), name, process_set, False)[0]
     factors = prescale_factor, postscale_factor
-    return _allreduce(_tensors([tensor]), name, chosen, *factors, process_set, False, compression)[0]
+    return _reduced(_tensors([tensor]), name, chosen, *factors, process_set, False, compression)[0]
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Returns a sum, as Horovod's function of this name, which scripts call though it is not public."""
+    return allreduce(tensor, None, "", "", Compression.none, op, prescale_factor, postscale_factor, name, process_set)
 
 
 def _refuse_for_slices(op: int, factors: tuple[float, float], name: str | None) -> None:
@@ -539,7 +552,7 @@ def grouped_allreduce(
         results |= zip(sparse, slices, strict=True)
     if dense:
         given = _tensors(tensors[k] for k in dense)
-        results |= zip(dense, _allreduce(given, name, chosen, *factors, process_set, True, compression), strict=True)
+        results |= zip(dense, _reduced(given, name, chosen, *factors, process_set, True, compression), strict=True)
     return [results[position] for position in range(len(tensors))]
 
 
@@ -557,7 +570,7 @@ def _allgather(
         return _gather("grouped_allgather" if grouped else "allgather", inputs, name, start, process_set)
 
     def backward(grads: Sequence[tf.Tensor], rows: list[tf.Tensor]) -> list[tf.Tensor]:
-        reduced = _allreduce(grads, None, Average, 1.0, 1.0, process_set, grouped)
+        reduced = _reduced(grads, None, Average, 1.0, 1.0, process_set, grouped)
         me = process_set.rank()
         return [
             tf.split(grad, [tf.reduce_sum(counts[:me]), counts[me], tf.reduce_sum(counts[me + 1 :])])[1]
@@ -631,7 +644,7 @@ def broadcast(
         return run([Exchange("broadcast", inputs, name, start, process_set)])[0], None
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
-        (reduced,) = _allreduce(grads, None, Average, 1.0, 1.0, process_set, False)
+        (reduced,) = _reduced(grads, None, Average, 1.0, 1.0, process_set, False)
         if sessions.current().require_topology().rank == root_rank:
             return [reduced]
         # A session of tf.compat.v1 only runs what it needs, and the root waits for this rank's part of the sum.

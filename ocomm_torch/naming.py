@@ -72,5 +72,6 @@ class NamesParameters(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidRequestError(
             f"a distributed {type(self).__name__} cannot be copied or pickled: it holds connections to the other "
-            "ranks. Save its state_dict(), and load it into a new one."
+            "ranks. Save or send its state_dict(), and load it into a new one; of a scheduler that holds it, the "
+            "scheduler's."
         )

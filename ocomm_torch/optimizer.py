@@ -30,6 +30,9 @@ from ocomm_torch.wrapped import STEPPED, guard_against_dropping
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+#: Horovod's name for what ``DistributedOptimizer`` returns, which scripts annotate with and ask for by ``isinstance``.
+_DistributedOptimizer = AveragingOptimizer
+
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,

@@ -22,6 +22,7 @@ from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.own_address import ALL_ADDRESSES
+from ocomm.torch_variables import MASTER, OF_LAUNCHERS
 
 #: Seconds for the launcher to end once all results have arrived, or a rank has failed.
 _END_S = 10.0
@@ -107,9 +108,8 @@ def run(
         python = executable or sys.executable
         command += ["--as-horovod"] if as_horovod.is_installed() else []
         command += [python, "-m", "ocomm.launch.task", address, str(server.port)]
-        job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env={**(env if env is not None else os.environ), KEY: key.hex()}
-        )
+        environ = {**(_outside_of_a_job(os.environ) if env is None else env), KEY: key.hex()}
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
         try:
             return _collect(job, server, task, ranks)
         finally:
@@ -117,6 +117,12 @@ def run(
             _end(job)
             for connection in server.lines:
                 connection.close()
+
+
+def _outside_of_a_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without this process's place in a job of its own, such as ``ocommrun -np 1`` starts."""
+    places = {*OF_LAUNCHERS, *MASTER} if any(name in environ for name in OF_LAUNCHERS["RANK"]) else ()
+    return {name: value for name, value in environ.items() if name not in places}
 
 
 def _addresses(hosts: str | None, hostfile: str | None, interfaces: str | None) -> tuple[str, str]:

@@ -96,6 +96,8 @@ class StepComparison:
         #: Number of steps in which replicas that began unequal were still so.
         self._unequal_steps = 0
         self._is_alike = True
+        #: Ranks that took fewer steps than others, because they had joined; in the last comparison where some had.
+        self._behind: list[int] = []
         self._handle: Handle | None = None
 
     def start(self) -> None:
@@ -136,6 +138,8 @@ class StepComparison:
         self._count = last + 1
         # Ranks that have not made the same steps, because one had joined, have compared other parameters.
         in_step = bool((counts == counts[0]).all())
+        if not in_step:
+            self._behind = self._ranks()[counts < last].tolist()
         is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
         if last == 0:
             self._at_first = self._rows["parameters"].copy()
@@ -155,10 +159,21 @@ class StepComparison:
             what = "the ranks' parameters have become different"
             if last == 1:
                 what = f"the replicas are still not alike after {1 + GRACE} steps"
+            advice = f"{self._made_alike}, and after anything that one rank does alone."
+            if self._behind:
+                advice = (
+                    f"Rank(s) {self._behind} had joined before, and have not taken the steps that others took "
+                    f"meanwhile: after join(), {MADE_ALIKE[self._framework]}, with the rank that join() returns as the "
+                    "root."
+                )
             raise MismatchError(
-                f"{self._said(rows, self._describe(), what, 'hold')} {self._made_alike}, and after anything that one "
-                "rank does alone. OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never."
+                f"{self._said(rows, self._describe(), what, 'hold')} {advice} OCOMM_REPLICA_CHECK_STEPS says how often "
+                "this is checked, 0: never."
             )
+
+    def _ranks(self) -> NDArray[np.int64]:
+        """Returns the ranks that take part, once all rows have arrived."""
+        return np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
 
     def _wait(self) -> NDArray[np.void]:
         """Returns the rows of the ranks that take part, once all have arrived."""
@@ -179,7 +194,7 @@ class StepComparison:
         """
         if self._rank:
             return
-        ranks = np.array(self._session.set_ranks[self._number])[self._rows["count"] > 0]
+        ranks = self._ranks()
         is_other = rows["own"] != rows["own"][0]
         _log.warning(
             "%s: the ranks' optimizers round differently (rank(s) %s have %s, rank(s) %s another), so their parameters "

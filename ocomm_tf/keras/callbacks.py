@@ -27,6 +27,8 @@ from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_
 _log = logging.getLogger("ocomm")
 #: Number of batches whose gradients a ``train_step`` of the model's own may add up before it averages them.
 _MOST_ADDED_UP = 64
+#: The part of the learning rate at which a constant multiplier is told to have been raised to a power.
+_ALMOST_NOTHING = 1e-3
 _OPTIMIZERS = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer if IS_KERAS_2 else ())
 
 
@@ -206,7 +208,8 @@ class LearningRateScheduleCallback(_Callback):
 
     Args:
         initial_lr: The learning rate that is multiplied.
-        multiplier: A function of the epoch; or a number, which is raised to the number of epochs since ``start_epoch``.
+        multiplier: A function of the epoch; or a number, which is raised to the number of epochs since ``start_epoch``
+            (in older versions of Horovod it was the factor of all of them: ``lambda epoch: number``).
         start_epoch: The first epoch.
         end_epoch: The epoch after the last one; None for no end.
         staircase: True to set the rate once per epoch; False for every batch, at a fraction of an epoch.
@@ -235,10 +238,10 @@ class LearningRateScheduleCallback(_Callback):
         self.steps_per_epoch = steps_per_epoch
         self.staircase = staircase
         self.multiplier: Callable[[float], float]
+        self._constant = None if callable(multiplier) else multiplier
         if callable(multiplier):
             self.multiplier = multiplier
         else:
-            self.staircase = True
             self.multiplier = lambda epoch: multiplier ** (epoch - start_epoch)
         self._epoch = 0
         self._restore: float | None = None
@@ -246,6 +249,8 @@ class LearningRateScheduleCallback(_Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the number of steps per epoch."""
         super().on_train_begin(logs)
+        if self._constant is not None and self.process_set.rank() == 0:
+            self._warn_of_decay(self._constant)
         if not self.staircase and not self.steps_per_epoch:
             samples, batch = self.params.get("samples"), self.params.get("batch_size")  # without eager execution
             self.steps_per_epoch = self.params.get("steps") or (samples and batch and samples // batch)
@@ -253,6 +258,25 @@ class LearningRateScheduleCallback(_Callback):
                 raise InvalidRequestError(
                     f"{type(self).__name__}: the number of steps per epoch is not known; pass steps_per_epoch."
                 )
+
+    def _warn_of_decay(self, constant: float) -> None:
+        """Warns of a number that makes the last epochs' rate almost 0, as one for older versions of Horovod does."""
+        epochs = self.params.get("epochs") or 0
+        last = min(epochs, epochs if self.end_epoch is None else self.end_epoch) - 1
+        if last > self.start_epoch + 1 and 0 <= constant ** (last - self.start_epoch) < _ALMOST_NOTHING:
+            _log.warning(
+                "%s(multiplier=%g, start_epoch=%d): the number is raised to the number of epochs since start_epoch, so "
+                "epoch %d has initial_lr, and epoch %d %.3g of it. If all of them are to have %g of it, pass "
+                "multiplier=lambda epoch: %g.",
+                type(self).__name__,
+                constant,
+                self.start_epoch,
+                self.start_epoch,
+                last,
+                constant ** (last - self.start_epoch),
+                constant,
+                constant,
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes the epoch."""

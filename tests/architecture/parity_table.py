@@ -149,12 +149,13 @@ SUBMODULES = {
     "barrier poll synchronize add_process_set remove_process_set HorovodInternalError",
     "torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
     "torch.functions": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
-    "torch.optimizer": "DistributedOptimizer",
+    "torch.optimizer": "DistributedOptimizer _DistributedOptimizer",
     "torch.sync_batch_norm": "SyncBatchNorm",
     "torch.elastic": "run ObjectState State TorchState ElasticSampler",
     "torch.elastic.sampler": "ElasticSampler",
     "torch.elastic.state": "TorchState",
-    "tensorflow.mpi_ops": _BASICS + " allgather grouped_allgather broadcast broadcast_ alltoall reducescatter "
+    "tensorflow.mpi_ops": _BASICS
+    + " _allreduce allgather grouped_allgather broadcast broadcast_ alltoall reducescatter "
     "grouped_reducescatter join barrier size_op local_size_op rank_op local_rank_op process_set_included_op",
     "tensorflow.compression": "Compression Compressor NoneCompressor FP16Compressor",
     "tensorflow.functions": "allgather_object broadcast_object broadcast_object_fn broadcast_variables",

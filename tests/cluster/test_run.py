@@ -143,9 +143,10 @@ def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: P
         "    hvd.init()\n"
         "    return hvd.rank(), hvd.allreduce(torch.ones(2) * scale, op=hvd.Sum).tolist()\n"
         "if __name__ == '__main__':\n"
-        "    print(horovod.run(train, args=(3,), np=1, use_gloo=False, use_mpi=True, verbose=2))\n"
+        "    print(horovod.run(train, args=(3,), np=2, use_gloo=False, use_mpi=True, verbose=2))\n"
     )
-    command = [sys.executable, "-m", "ocomm.launch.as_horovod", sys.executable, str(script)]
+    # The script is a job of one rank, whose place in it is none of its own ranks'.
+    command = [sys.executable, "-m", "ocomm.launch", "--as-horovod", "-np", "1", sys.executable, str(script)]
     done = run(command, {**os.environ})
     assert done.returncode == 0, done.stderr
-    assert "[(0, [3.0, 3.0])]" in done.stdout
+    assert "[(0, [6.0, 6.0]), (1, [6.0, 6.0])]" in done.stdout

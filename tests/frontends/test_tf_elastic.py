@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.elastic import plain  # noqa: E402
+from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.cluster.jobs import run_job  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
@@ -113,6 +114,29 @@ def test_variables_are_restored_in_place_and_synchronized_from_rank_zero() -> No
         state.epoch = 4
         state.commit()
         assert state.commits == 1
+
+    run_ranks(2, body)
+
+
+def test_variables_of_a_session_are_those_of_its_graph() -> None:
+    def body(session: Session) -> None:
+        v1, me = tf.compat.v1, hvd.rank()
+        with tf.Graph().as_default():
+            for use_resource in (False, True):
+                v1.get_variable(f"w{use_resource}", initializer=[float(me)], use_resource=use_resource)
+            variables = v1.global_variables()
+            with pytest.raises(InvalidRequestError, match="without eager execution: pass session="):
+                hvd.elastic.TensorFlowState(batch=0)
+            with v1.Session() as own:
+                own.run(v1.global_variables_initializer())
+                state = hvd.elastic.TensorFlowState(batch=me)
+                state.sync()
+                assert state.batch == 0 and np.concatenate(own.run(variables)).tolist() == [0.0, 0.0]
+                own.run([v1.assign_add(v, [5.0]) for v in variables])
+            with v1.Session() as own:
+                own.run(v1.global_variables_initializer())
+                hvd.elastic.TensorFlowState(variables[:1], own).load_replicated({"variables": [[7.0]], "values": {}})
+                assert np.concatenate(own.run(variables)).tolist() == [7.0, float(me)]
 
     run_ranks(2, body)
 

@@ -904,3 +904,30 @@ class TestCallbacks:
             np.testing.assert_allclose(seen[steps:], [0.4] * steps + [0.04] * steps, rtol=1e-5)
 
         run_ranks(2, body)
+
+    @pytest.mark.skipif(MPI_SIZE > 0, reason="threads are enough: rank 0 alone says it")
+    def test_a_multiplier_that_was_meant_for_all_epochs_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        def body(session: Session) -> None:
+            for multiplier, staircase, start, rates in (
+                (0.01, True, 1, [0.4, 0.4, 0.4, 0.4, 0.004, 0.004, 0.00004, 0.00004]),
+                (0.81, False, 0, [0.4 * 0.9**k for k in range(8)]),  # two batches an epoch
+            ):
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+                model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.4)), loss="mse")
+                rate, seen = model.optimizer.learning_rate, []
+                watch = keras.callbacks.LambdaCallback(
+                    on_train_batch_end=lambda batch, logs, rate=rate, seen=seen: seen.append(float(rate.numpy()))
+                )
+                decay = hvd.callbacks.LearningRateScheduleCallback(
+                    0.4, multiplier, start, staircase=staircase, steps_per_epoch=2
+                )
+                model.fit(np.ones((4, 3)), np.ones((4, 1)), batch_size=2, epochs=4, verbose=0, callbacks=[decay, watch])
+                np.testing.assert_allclose(seen, rates, rtol=1e-5)
+
+        with caplog.at_level("WARNING", "ocomm"):
+            run_ranks(2, body)
+        assert [r.getMessage() for r in caplog.records if "multiplier" in r.getMessage()] == [
+            "LearningRateScheduleCallback(multiplier=0.01, start_epoch=1): the number is raised to the number of "
+            "epochs since start_epoch, so epoch 1 has initial_lr, and epoch 3 0.0001 of it. If all of them are to "
+            "have 0.01 of it, pass multiplier=lambda epoch: 0.01."
+        ]

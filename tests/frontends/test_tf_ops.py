@@ -66,6 +66,7 @@ class TestCollectives:
                 plain = np.arange(6.0).reshape(2, 3)
                 assert (total == 2 * plain + 1).all() and (sent == plain + 1).all() and (largest == plain + 1).all()
                 assert (gathered == np.concatenate([plain, plain + 1])).all()
+                assert (way(hvd._allreduce)(x, name="private").numpy().astype(float) == 2 * plain + 1).all()
             truth = way(lambda x: hvd.allreduce(x, op=hvd.Min))(tf.constant([me == 0, True]))
             assert truth.dtype == tf.bool and truth.numpy().tolist() == [False, True]
 

@@ -194,7 +194,12 @@ def test_ranks_that_go_on_apart_after_a_join_are_told() -> None:
                 step(model, optimizer, number, rank)
         return str(error.value)
 
-    assert all("have become different" in message for message in run_ranks(2, body, SETTINGS))
+    advice = (
+        "Rank(s) [0] had joined before, and have not taken the steps that others took meanwhile: after join(), call "
+        "broadcast_parameters and broadcast_optimizer_state, with the rank that join() returns as the root."
+    )
+    for message in run_ranks(2, body, SETTINGS):
+        assert "have become different" in message and advice in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
