@@ -46,6 +46,10 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
         mean, variance = super()._moments(inputs, *how, mask=mask, **options)
         if not self._process_set.included() or self._process_set.size() == 1:
             return mean, variance
+        if mask is None:
+            # TensorFlow takes the mean for a constant in the variance: for a part of the batch only the first
+            # derivatives are right then. This term, which is 0, has the others.
+            variance -= tf.square(mean - tf.stop_gradient(mean))
         shape = tf.shape(mean)
         numel = tf.size(inputs) // tf.size(mean) if mask is None else tf.math.count_nonzero(mask)
         count = tf.reshape(tf.cast(numel, inputs.dtype), [1])

@@ -133,6 +133,22 @@ def broadcast_optimizer_state(
         api.synchronize(handle)
     if not is_root or (isinstance(optimizer, HasRankState) and state["ocomm"]["steps"]):
         optimizer.load_state_dict(state)
+        if not isinstance(optimizer, HasRankState):
+            _keep_dtypes(optimizer, state)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Gives what ``optimizer`` has loaded the dtypes of ``state``: Torch casts it to those of the parameters, and some
+    optimizers have float32 for parameters of 16 bits.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, parameters, strict=True):
+        held = optimizer.state.get(p, {})
+        for key, sent in state["state"].get(number, {}).items():
+            own = held.get(key)
+            if isinstance(sent, torch.Tensor) and isinstance(own, torch.Tensor) and own.dtype != sent.dtype:
+                held[key] = sent.to(own.device)
 
 
 def _make_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -308,6 +308,25 @@ class TestFit:
 
         run_ranks(2, body)
 
+    def test_second_derivatives_of_batch_statistics(self) -> None:
+        def penalty_gradient(layer: Any, x: Any, w: Any) -> Any:
+            x = tf.Variable(x)
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = tf.reduce_sum(tf.tanh(layer(x, training=True) * w) ** 2)
+                penalty = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+            return outer.gradient(penalty, x).numpy()
+
+        def body(session: Session) -> None:
+            generator = np.random.default_rng(7)
+            x, w = generator.standard_normal((8, 3)), generator.standard_normal(3)
+            mine = slice(0, 5) if hvd.rank() == 0 else slice(5, 8)
+            whole = penalty_gradient(keras.layers.BatchNormalization(dtype="float64"), x, w)
+            layer = hvd.SyncBatchNormalization(dtype="float64")
+            np.testing.assert_allclose(penalty_gradient(layer, x[mine], w), whole[mine], rtol=1e-9)
+
+        run_ranks(2, body)
+
 
 def adam(rate: float = 3e-3, **options: Any) -> Any:
     return keras.optimizers.Adam(rate, **options)

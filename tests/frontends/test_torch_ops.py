@@ -283,6 +283,19 @@ class TestStartingAlike:
 
         run_ranks(2, body)
 
+    def test_a_state_that_is_wider_than_its_parameters_stays_so(self) -> None:
+        def body(session: Session) -> None:
+            model = torch.nn.Linear(3, 2).bfloat16()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for position, p in enumerate(model.parameters()):  # as transformers' Adafactor has it
+                optimizer.state[p] = {"wide": torch.full(p.shape, 1.001 + hvd.rank() + position), "step": 1}
+            hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+            for position, p in enumerate(model.parameters()):
+                wide = optimizer.state[p]["wide"]
+                assert wide.dtype is torch.float32 and torch.equal(wide, torch.full(p.shape, 2.001 + position))
+
+        run_ranks(2, body)
+
     def test_lbfgs_is_refused(self) -> None:
         with pytest.raises(InvalidRequestError, match=r"^cannot broadcast torch.optim.LBFGS state$"):
             hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1, requires_grad=True)]), 0)
