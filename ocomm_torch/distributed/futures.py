@@ -72,7 +72,8 @@ class Completer:
 class _Failure:
     """The value of a future that has failed: its error is raised for everyone who looks for tensors in it.
 
-    DistributedDataParallel's C++ does so, by pickling the value, and would read past the end of a list without any.
+    DistributedDataParallel's C++ does so, by pickling the value, and would read past the end of a list without any. The
+    value that a communication hook returns it casts to a tensor instead, and asks for the text of what is none.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -82,6 +83,9 @@ class _Failure:
         raise self._error
 
     def __reduce__(self) -> NoReturn:
+        raise self._error
+
+    def __str__(self) -> NoReturn:
         raise self._error
 
 

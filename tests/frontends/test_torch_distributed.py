@@ -242,6 +242,27 @@ else:
     said("backward", lambda: dist.all_reduce(torch.ones(65, dtype=torch.int32)))
 dist.destroy_process_group()
 dist.init_process_group("ocomm", init_method="ocomm://")
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+def mistake(future):
+    raise ValueError("my hook has a mistake")
+def chained(group, bucket):
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(mistake).then(lambda future: future.value()[0])
+for name, hook, numel in (  # as many integers as the hook's first message has bytes for
+    ("fp16 hook", lambda group: (group, default_hooks.fp16_compress_hook), 2080),
+    ("PowerSGD hook", lambda group: (
+        powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False),
+        powerSGD_hook.powerSGD_hook,
+    ), 64),
+    ("chained hook", lambda group: (group, chained), 0),
+):
+    group = both()
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
+    ddp.register_comm_hook(*hook(group))
+    if rank or not numel:
+        said(name, lambda: ddp(torch.ones(1, 64)).sum().backward())
+    else:
+        said(name, lambda: dist.all_reduce(torch.ones(numel, dtype=torch.int32), group=group))
 said("shape", lambda: dist.all_reduce(torch.ones(4 + rank)))
 time.sleep(2.5)  # the other rank is to hear what this one did
 os._exit(0)
@@ -282,6 +303,9 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
             "backward": ["MismatchError", "rank 0", "65 elements of int32", "rank 1", "65 elements of float32"],
+            "fp16 hook": ["MismatchError: ", "2080 elements of int32", "4160 elements of float16"],
+            "PowerSGD hook": ["MismatchError: ", "64 elements of int32", "64 elements of float32"],
+            "chained hook": ["ValueError: my hook has a mistake"],
             "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
         }.items():
             for word in words:
