@@ -78,15 +78,23 @@ class DDPModule:
         """
         self.is_known = True
         for module in ddp_modules():
-            if any(_is_state(state, optimizer) for _, state in getattr(module, "_comm_hooks", ())):
+            hooks = getattr(module, "_comm_hooks", ())
+            if any(_is_state(state, optimizer) for _, state in hooks):
                 self.reference = weakref.ref(module)
             elif (
                 module.require_backward_grad_sync
                 and module.process_group.size() > 1
                 and averages(module, self._parameters)
             ):
+                by, instead = "", "Add"
+                if hooks:  # Torch has no call that takes a hook out
+                    by = f", by its hook {hooks[0][0].__name__}"
+                    instead = (
+                        "It takes one hook only: take out register_comm_hook of that one (with Accelerate, comm_hook= "
+                        "of DistributedDataParallelKwargs), and add"
+                    )
                 raise InvalidRequestError(
-                    f"DistributedDataParallel averages the gradients that {self._optimizer} averages. Add "
+                    f"DistributedDataParallel averages the gradients that {self._optimizer} averages{by}. {instead} "
                     "ddp.register_comm_hook(optimizer, ocomm_torch.optimizer_hook), or leave DistributedDataParallel "
                     "out."
                 )
