@@ -6,12 +6,14 @@ Scripts run in ``tests/cluster/test_doc_blocks.py``; links and references are ch
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ocomm.predict import __main__ as predict
 from tests.doc_blocks import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,3 +56,15 @@ def test_messages_that_are_explained_are_in_the_code() -> None:
     assert len(quoted) > 12
     missing = [message for message in quoted if message not in source]
     assert not missing
+
+
+def test_commands_of_the_cost_model_have_the_arguments_that_it_needs() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = [
+        shlex.split(arguments)
+        for page in pages
+        for arguments in re.findall(r"python -m ocomm\.predict (--[^`\n]*)", page.read_text())
+    ]
+    assert len(found) > 4
+    for arguments in found:
+        assert predict.main([each for each in arguments if each != "--probe"]) == 0  # a job's ranks measure
