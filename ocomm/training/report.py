@@ -39,7 +39,7 @@ COMMON: dict[str, str] = {
     "node with more ranks than the smallest one has",
     "last_bytes_sent": "bytes that this rank has sent to other nodes in the last step",
     "last_ratio": "bytes of a dense step / last_bytes_sent; None if that is 0",
-    "exposed_ms": "mean time per step, in ms, that step() waited for the exchange",
+    "exposed_ms": "mean time per step, in ms, that step() waited for the exchange (time not hidden behind backward)",
     "exposed_dense_ms": "the same for dense steps alone, without a first step in which nothing overlaps yet; None if "
     "there was none",
     "exposed_compressed_ms": "the same for compressed steps alone",
