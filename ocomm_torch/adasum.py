@@ -19,6 +19,7 @@ from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
 from ocomm_torch.mpi_ops import TORCH
 from ocomm_torch.naming import NamesParameters
+from ocomm_torch.wrapped import frozen_error
 
 
 class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
@@ -66,12 +67,17 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
 
         Raises:
             HorovodInternalError: An exchange failed; parameters are then this rank's own.
+            InvalidRequestError: A frozen parameter has a gradient.
         """
         if not self._is_distributed:
             return super().step() if closure is None else super().step(closure)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         starts = [p.detach().clone() for p in trained]
-        loss = super().step() if closure is None else super().step(closure)
+        if closure is None:
+            self._refuse_frozen()
+            loss = super().step()
+        else:
+            loss = super().step(self._refusing_frozen(closure))
         started = []
         for p, start in zip(trained, starts, strict=True):
             compressed, context = self._compression.compress(p.detach() - start)
@@ -91,6 +97,22 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         if failure is not None:
             raise failure
         return loss
+
+    def _refuse_frozen(self) -> None:
+        """Raises InvalidRequestError for a frozen parameter with a gradient, be it zero: each rank has its own momentum
+        in the optimizer's state, and the step of a frozen parameter is not combined, because other ranks may make none.
+        """
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if not p.requires_grad and p.grad is not None:
+                raise frozen_error(self._names[p])
+
+    def _refusing_frozen(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def checked_closure() -> Any:
+            loss = closure()
+            self._refuse_frozen()
+            return loss
+
+        return checked_closure
 
     def _combine(self, step: Tensor, name: str) -> operations.Operation:
         call = operations.Allreduce([step], name, ReduceOp.ADASUM, process_set=self._process_set)

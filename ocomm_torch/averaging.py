@@ -47,7 +47,7 @@ from ocomm_torch.naming import NamesParameters
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.tensor_memory import is_dtensor, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
-from ocomm_torch.wrapped import OF_ANOTHER
+from ocomm_torch.wrapped import OF_ANOTHER, frozen_error
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
 #: the network has work early.
@@ -525,7 +525,7 @@ class AveragingOptimizer(NamesParameters):
         """Waits until every gradient is the average over the ranks. Collective over the process set.
 
         Parameters without a gradient count as zeros, unless they are frozen (``requires_grad_(False)``), on all ranks.
-        Raises HorovodInternalError if an exchange failed.
+        Raises HorovodInternalError if an exchange failed, InvalidRequestError if a frozen parameter has a gradient.
         """
         self._complete()
         self._synchronized = True
@@ -545,10 +545,19 @@ class AveragingOptimizer(NamesParameters):
                     else:
                         self._collect(p)
             self._deliver()
+            self._refuse_frozen()
             self._averaged = True
         finally:
             self._forget()
             self._busy = False
+
+    def _refuse_frozen(self) -> None:
+        """Raises InvalidRequestError for a frozen parameter whose gradient is not the average. It is not exchanged,
+        because other ranks may have none. Zeros, which ``zero_grad(set_to_none=False)`` leaves, are alike.
+        """
+        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
+            if not p.requires_grad and p.grad is not None and p not in self._exchanges and inside(p.grad).any():
+                raise frozen_error(self._names[p])
 
     def _forget(self) -> None:
         self._exchanges.clear()

@@ -24,6 +24,15 @@ _AWAITED = "_ocomm_awaited"
 STEPPED = {"_opt_called": True, _AWAITED: None}
 
 
+def frozen_error(name: str) -> InvalidRequestError:
+    """Returns the error for a frozen parameter with a gradient, which is not exchanged."""
+    return InvalidRequestError(
+        f"parameter '{name}' is frozen (requires_grad_(False)) and has a gradient. This rank would step on it alone, "
+        "so replicas would come apart. Freeze parameters between step() and the next backward(), on all ranks, and "
+        "set their .grad to None; where you compute gradients yourself, call requires_grad_(True) before step()."
+    )
+
+
 def guard_against_dropping(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, kind: str) -> None:
     """Makes a step of ``inner`` raise if ``outer``, which wraps it, is gone without a step: nobody has kept it, and
     each rank would train alone. ``kind`` names it.

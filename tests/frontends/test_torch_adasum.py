@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
+from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.world.test_adasum import oracle  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
@@ -72,6 +73,27 @@ def test_a_closure_schedulers_and_compression_work_and_nothing_can_be_skipped() 
             pass  # fmt: skip
 
     run_ranks(2, body)
+
+
+def test_a_frozen_parameter_with_a_gradient_is_refused_by_name() -> None:
+    def body(session: Session) -> list:
+        model = model_and_gradients(hvd.rank())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), op=hvd.Adasum)
+        model[1].weight.requires_grad_(False)
+        for closure in (None, lambda: 1.0):
+            with pytest.raises(InvalidRequestError, match=r"^parameter '1\.weight' is frozen .* and has a gradient\."):
+                optimizer.step(closure)
+
+        def clearing() -> float:
+            model[1].weight.grad = None
+            return 1.0
+
+        assert optimizer.step(clearing) == 1.0
+        return [p.tolist() for p in model.parameters()]
+
+    first, second = run_ranks(2, body)
+    assert first == second
 
 
 def test_a_rank_whose_gradients_overflow_makes_all_skip_the_step_and_their_scales_agree() -> None:

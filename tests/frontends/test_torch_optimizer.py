@@ -196,6 +196,43 @@ class TestAgainstOneProcess:
         for found, expected in zip(results[0], train(make_model(), lambda o: o, 0, 1), strict=True):
             assert torch.allclose(found, expected, atol=1e-6)
 
+    def test_a_frozen_parameter_with_a_gradient_is_refused_by_name(self) -> None:
+        def refused(optimizer: Any, name: str) -> None:
+            with pytest.raises(InvalidRequestError) as error:
+                optimizer.step()
+            assert str(error.value) == (
+                f"parameter '{name}' is frozen (requires_grad_(False)) and has a gradient. This rank would step on it "
+                "alone, so replicas would come apart. Freeze parameters between step() and the next backward(), on all "
+                "ranks, and set their .grad to None; where you compute gradients yourself, call requires_grad_(True) "
+                "before step()."
+            )
+
+        def body(session: Session) -> list[Any]:
+            p = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+            by_hand = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("by hand", p)])
+            p.grad = torch.full((3,), 1.0 + hvd.rank())
+            refused(by_hand, "by hand")
+            p.requires_grad_(True)
+            by_hand.step()
+            assert p.tolist() == [-1.5] * 3
+
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(
+                OPTIMIZERS["sgd"](model.parameters()), model.named_parameters(), backward_passes_per_step=2
+            )
+            loss_of(model, *batches()[hvd.rank()]).backward()
+            model[0].weight.requires_grad_(False)
+            loss_of(model, *batches()[hvd.rank()]).backward()
+            refused(optimizer, "0.weight#2")
+            optimizer.zero_grad(set_to_none=False)
+            assert model[0].weight.grad is not None, "zeros, which are alike on all ranks"
+            for _ in range(2):
+                loss_of(model, *batches()[hvd.rank()]).backward()
+            optimizer.step()
+            return [p.detach().clone() for p in model.parameters()]
+
+        assert_equal_ranks(run_ranks(2, body))
+
     def test_clipping_after_backward_sees_the_average(self) -> None:
         def body(session: Session) -> float:
             model = make_model()
