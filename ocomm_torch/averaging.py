@@ -45,7 +45,7 @@ from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
-from ocomm_torch.tensor_memory import is_dtensor, why_untrainable
+from ocomm_torch.tensor_memory import is_dtensor, is_part, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
 from ocomm_torch.wrapped import OF_ANOTHER, frozen_error
 
@@ -380,7 +380,12 @@ class AveragingOptimizer(NamesParameters):
             nonlocal again
             release(watched)
             found = [grad._version for grad in watched if grad is not None]
-            changed.extend(p for p, before, now in zip(parameters, versions, found, strict=True) if before != now)
+            # Autograd that adds to another part of one buffer of all gradients has raised the version of this one.
+            changed.extend(
+                p
+                for p, grad, before, now in zip(parameters, grads, versions, found, strict=True)
+                if before != now and not is_part(grad)
+            )
             prepared.submit().wait()
             repeated.extend(self._overflowed(parameters, tensors, grads))
             if repeated:

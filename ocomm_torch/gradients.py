@@ -15,7 +15,7 @@ from ocomm.types import DType, Flag
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_order import MemoryOrder
 from ocomm_torch.placement import OffloadedPlacement, Placement
-from ocomm_torch.tensor_memory import why_unreadable
+from ocomm_torch.tensor_memory import is_part, why_unreadable
 from ocomm_torch.watched import WatchedGradient, release
 
 #: The numbers of dtypes in kernels.
@@ -341,7 +341,11 @@ class Gradients:
             if grad is None:
                 continue
             pointer = grad.data_ptr() if grad.layout is strided else 0
-            if grad._version != versions[index] or pointer != pointers[index]:
+            if pointer != pointers[index]:
+                return True
+            # A part of one buffer of all gradients has the version of all. In the host's memory checksums tell then:
+            # ``locate`` keeps those of gradients with a history.
+            if grad._version != versions[index] and not (pointer and versions[index] and is_part(grad)):
                 return True
         if self._stepper.objections & Flag.CHANGED:
             return False  # bytes, by a GradScaler, which leaves versions alone

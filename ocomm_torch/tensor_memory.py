@@ -43,6 +43,13 @@ def why_untrainable(parameter: Tensor) -> str:
     return why_unreadable(parameter)
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Returns True if a strided tensor's memory is a part of a larger one, as that of a view of one buffer of all
+    gradients: its version counts changes of the other parts, too.
+    """
+    return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Returns True if the tensor is a ``torch.distributed.tensor.DTensor``, whose module may not be imported."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)

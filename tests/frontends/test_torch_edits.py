@@ -367,6 +367,42 @@ def test_reading_gradients_costs_no_overlap() -> None:
     assert run_ranks(2, on_rank) == [(True, 0, ["Tensor"])] * 2
 
 
+@pytest.mark.parametrize("kind", ["1-bit", "int8"])
+def test_gradients_that_are_parts_of_one_buffer_cost_no_overlap(kind: str) -> None:
+    """They share a version, which autograd raises after the first was posted."""
+    numel, tensors = 1 << 17, 3
+
+    def on_rank(session: Session) -> tuple[bool, int, str]:
+        parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(tensors)]
+        buffer = torch.zeros(tensors, numel)
+        for p, part in zip(parameters, buffer, strict=True):
+            p.grad = part
+        optimizer: Any = (
+            DistributedOneBitAdam(torch.optim.Adam(parameters), freeze_step=FREEZE_STEP)
+            if kind == "1-bit"
+            else DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), compression=Compression.int8)
+        )
+        own = torch.linspace(-1, 1 + rank(), numel)
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            torch.stack([(p * own).sum() for p in parameters]).sum().backward()
+            optimizer.step()
+        report = optimizer.compression_report()
+        before = digest([p.detach().numpy() for p in parameters])
+        if kind == "1-bit":
+            optimizer.zero_grad(set_to_none=False)
+            torch.stack([(p * own).sum() for p in parameters]).sum().backward()
+            barrier()
+            buffer.mul_(0.5)
+            optimizer.step()
+            assert optimizer.compression_report()["redone_steps"] == 1, "a change through the buffer is noticed"
+        return report["overlap"], report["redone_steps"], before
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+    assert first[:2] == (True, 0)
+
+
 def test_gradients_are_plain_tensors_after_the_step() -> None:
     def on_rank(session: Session) -> set[type]:
         found = set()

@@ -800,6 +800,27 @@ class TestBuckets:
             every = [sorted(itertools.chain(*of_step)) for of_step in steps]
             assert every == [["0.bias", "0.weight", "2.bias", "2.weight"]] * STEPS
 
+    def test_gradients_may_be_parts_of_one_buffer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which share a version, so that autograd raises it after the first was submitted."""
+        self.recorded(monkeypatch, 1, 1)
+
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            parameters = list(model.parameters())
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](parameters), model.named_parameters())
+            sizes = [p.numel() for p in parameters]
+            for p, each in zip(parameters, torch.zeros(sum(sizes)).split(sizes), strict=True):
+                p.grad = each.view_as(p).detach() if p.dim() == 1 else each.view_as(p)
+            for x, y in batches():
+                optimizer.zero_grad(set_to_none=False)
+                loss_of(model, part(x, hvd.rank(), 2), part(y, hvd.rank(), 2)).backward()
+                optimizer.step()
+            return [p.detach().clone() for p in parameters]
+
+        results = run_ranks(2, body)
+        assert_equal_ranks(results)
+        torch.testing.assert_close(results[0], alone("sgd"), rtol=1e-4, atol=1e-5)
+
     def test_ranks_may_fill_them_with_other_parameters(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A parameter that has no gradient on one rank is late there, and in another bucket."""
         self.recorded(monkeypatch, 1, 300)
