@@ -53,6 +53,8 @@ class Gradients:
         self._has_low = bool(masters.indices)
         #: Parameters that are dense, but not contiguous.
         self._reordered = {index for index, order in enumerate(orders) if order.axes is not None}
+        #: The size of each gradient in float32, as the exchange reads it.
+        self._nbytes = [4 * tensor.numel() for tensor in tensors]
         #: Each gradient that was counted or read; None for none.
         self.recorded: list[torch.Tensor | None] = [None] * len(tensors)
         #: The version of each gradient when it was read.
@@ -101,7 +103,7 @@ class Gradients:
         if self._placement.offloads:
             return self._locate_fetched(tensors, final)
         parameters, recorded, versions, pointers = self._tensors, self.recorded, self._versions, self._pointers
-        float32, reordered = torch.float32, self._reordered
+        float32, reordered, nbytes = torch.float32, self._reordered, self._nbytes
         if final:
             release(recorded)
         addresses: list[int] = []
@@ -115,7 +117,12 @@ class Gradients:
             if grad is not None:
                 versions[index] = grad._version
                 try:  # cheaper than looking at the layout first
-                    if grad.dtype is float32 and index not in reordered and grad.is_contiguous():
+                    if (
+                        grad.dtype is float32
+                        and index not in reordered
+                        and grad.is_contiguous()
+                        and grad.nbytes == nbytes[index]
+                    ):
                         address = pointers[index] = grad.data_ptr()
                         if not address:
                             self._check_gradient(index, grad)
@@ -178,7 +185,7 @@ class Gradients:
                 continue
             self._check_gradient(index, grad)
             self._check_dtype(index, grad)
-            if not self._orders[index].has(grad) and not final:
+            if not (self._has_its_size(index, grad, final) and (final or self._orders[index].has(grad))):
                 return None
             missing[index] = self._orders[index].arranged(grad)
         return missing
@@ -269,6 +276,21 @@ class Gradients:
                 f"{tuple(grad.shape)}."
             )
 
+    def _has_its_size(self, index: int, grad: torch.Tensor, final: bool) -> bool:
+        """Returns False for a gradient of another size than that of its parameter when it was wrapped: the exchange
+        would read memory behind it. If it is ``final``, raises InvalidRequestError. Before ``step()`` it is not ready,
+        because ``step()`` looks at the parameter first, whose size has changed in most cases.
+        """
+        numel = self._nbytes[index] // 4
+        if grad.numel() == numel:
+            return True
+        if final:
+            raise InvalidRequestError(
+                f"gradient of '{self._names[index]}' has shape {tuple(grad.shape)}, expected "
+                f"{tuple(self._tensors[index].shape)}. Set .grad to a tensor of the parameter's shape, or to None."
+            )
+        return False
+
     def _keep_checksums(self, tensors: list[int]) -> None:
         """Keeps checksums of gradients with a history, which may be changed through a view, or an array of their
         memory, that is older than this step. Only for the host's memory, because a device would have to be waited for.
@@ -292,6 +314,8 @@ class Gradients:
             self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
             self._check_dtype(index, grad)
+            if not self._has_its_size(index, grad, final):
+                return False
             if not self._orders[index].has(grad):
                 if not final:
                     return False

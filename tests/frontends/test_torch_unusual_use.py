@@ -163,6 +163,29 @@ def test_a_parameter_that_becomes_something_else_is_refused_by_name() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_another_size_is_not_read_and_is_refused_by_name(dtype: torch.dtype) -> None:
+    def body(rank: int) -> None:
+        parameters = [torch.nn.Parameter(p.detach().to(dtype)) for p in make_parameters()]
+        optimizer = wrap(parameters)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        assert parameters[2].grad is not None
+        parameters[2].grad.data = torch.ones(7, dtype=dtype)
+        for p in parameters:  # as backward does
+            for hook in p._post_accumulate_grad_hooks.values():  # type: ignore[attr-defined]
+                hook(p)
+        assert optimizer._stepper.begun and not optimizer._stepper.buckets.posted
+        with pytest.raises(InvalidRequestError) as raised:
+            optimizer.step()
+        assert str(raised.value) == (
+            "gradient of 'parameter.0.2' has shape (7,), expected (33,). Set .grad to a tensor of the parameter's "
+            "shape, or to None."
+        )
+
+    run(body)
+
+
 # What the parameters may be
 
 
