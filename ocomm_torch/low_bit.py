@@ -170,6 +170,10 @@ class Optimizer(CompressedOptimizer):
         found = [other for other in list(_living) if other._runtime is self._runtime and other._stepper.begun]
         return sorted(found, key=lambda optimizer: optimizer._ordinal)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._callback_queued = False  # autograd has dropped that of a backward pass that raised
+
     @property
     def _is_complete(self) -> bool:
         return all(left <= 0 for left, p in zip(self._passes_left, self._parameters, strict=True) if p.requires_grad)

@@ -240,6 +240,28 @@ def test_a_use_of_a_gradient_waits_where_backward_has_not_reached_every_paramete
     assert all_equal(run_ranks(2, body))
 
 
+def test_gradients_are_averages_after_a_backward_pass_that_raised_on_all_ranks() -> None:
+    def explode(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("hook")
+
+    def body(session: Session) -> Any:
+        model, norms = Net(), []
+        optimizer = hvd.DistributedOptimizer(sgd(list(model.parameters())), compression=hvd.Compression.int8)
+        handle = model.first.weight.register_hook(explode)
+        with pytest.raises(RuntimeError, match="hook"):
+            loss_of(model, rank_of(session)).backward()
+        handle.remove()
+        optimizer.step()
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank_of(session), step).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+            optimizer.step()
+        return norms
+
+    assert all_equal(run_ranks(2, body))
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "channels last"])
 def test_several_backward_calls_of_a_step_give_what_one_gives(kind: str) -> None:
     """Where a bucket is read in a later call, and gradients of an earlier one have to be copied."""
