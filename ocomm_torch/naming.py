@@ -14,7 +14,7 @@ from ocomm.errors import InvalidRequestError
 def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
     """Returns a name for each parameter, by position if ``named`` is None. InvalidRequestError has Horovod's words."""
     if named is None:
-        return {p: by_position(position) for position, p in enumerate(parameters)}
+        return {p: by_number(number) for number, p in enumerate(dict.fromkeys(parameters))}
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise InvalidRequestError(
@@ -37,9 +37,9 @@ def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] |
     return {p: name_of[p] for p in parameters}
 
 
-def by_position(position: int) -> str:
-    """Returns the name of a parameter without one."""
-    return f"allreduce.noname.{position}"
+def by_number(number: int) -> str:
+    """Returns the name of a parameter without one, which ``number`` others had before it."""
+    return f"allreduce.noname.{number}"
 
 
 class NamesParameters(torch.optim.Optimizer):
@@ -51,23 +51,22 @@ class NamesParameters(torch.optim.Optimizer):
 
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
-        """The user's names of the parameters, or ``allreduce.noname.<position>``. Scripts read this attribute of
+        """The user's names of the parameters, or ``allreduce.noname.<number>``. Scripts read this attribute of
         Horovod.
         """
         return {p: name.removesuffix(self._ending) for p, name in self._names.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a param group to the wrapped optimizer. All ranks add the same; new parameters are named by their
-        position.
+        """Adds a param group to the wrapped optimizer. All ranks add the same, in the same order, by which new
+        parameters are named.
         """
         super().add_param_group(param_group)
         self._name_new()
 
     def _name_new(self) -> None:
-        every = (p for group in self.__dict__["param_groups"] for p in group["params"])
-        for position, p in enumerate(every):
-            if p not in self._names:
-                self._names[p] = by_position(position) + self._ending
+        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
+            if p not in self._names:  # which has those of removed groups, too: no name is given twice
+                self._names[p] = by_number(len(self._names)) + self._ending
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidRequestError(

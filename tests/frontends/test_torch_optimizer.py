@@ -568,6 +568,19 @@ class TestRules:
 
         run_ranks(2, body)
 
+    def test_no_name_is_given_twice_where_groups_are_removed_and_added(self) -> None:
+        def body(session: Session) -> list[float]:
+            a, b, c, d = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([{"params": [p]} for p in (a, b, c)], lr=1.0))
+            optimizer.param_groups.pop(1)
+            optimizer.add_param_group({"params": [d]})
+            assert len(set(optimizer._parameter_names.values())) == 4
+            (a + 2 * c + 3 * d * (1 + hvd.rank())).sum().backward()
+            optimizer.step()
+            return [p.item() for p in (a, b, c, d)]
+
+        assert run_ranks(2, body) == [[-1.0, 0.0, -2.0, -4.5]] * 2
+
     def test_passes_before_zero_grad_do_not_count(self) -> None:
         def body(session: Session) -> list[Any]:
             model = make_model()
