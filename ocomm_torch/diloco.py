@@ -458,9 +458,11 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 def _check_storage(names: list[str], tensors: list[torch.Tensor]) -> None:
     """Raises InvalidRequestError if two names are equal, or two of the tensors begin at the same address."""
     places: dict[Any, str] = {}
-    for number, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-        if name in names[:number]:
+    seen: set[str] = set()
+    for name, tensor in zip(names, tensors, strict=True):
+        if name in seen:
             raise InvalidRequestError(f"two tensors have the name '{name}'; give each a name of its own.")
+        seen.add(name)
         other = places.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
         if other != name:
             raise InvalidRequestError(f"'{other}' and '{name}' share memory; give every tensor once.")

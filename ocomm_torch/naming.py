@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,8 +22,7 @@ def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] |
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
+    duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
         raise InvalidRequestError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"

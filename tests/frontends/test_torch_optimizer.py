@@ -17,7 +17,8 @@ from ocomm import operations  # noqa: E402
 from ocomm.errors import InvalidRequestError, StallError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.types import Settings  # noqa: E402
-from ocomm_torch import averaging  # noqa: E402
+from ocomm_torch import averaging, naming  # noqa: E402
+from ocomm_torch.diloco import _check_storage  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 STEPS, BATCH = 5, 24
@@ -580,6 +581,22 @@ class TestRules:
             return [p.item() for p in (a, b, c, d)]
 
         assert run_ranks(2, body) == [[-1.0, 0.0, -2.0, -4.5]] * 2
+
+    def test_names_are_compared_a_few_times_each(self) -> None:
+        compared = 0
+
+        class Name(str):
+            __hash__ = str.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                nonlocal compared
+                compared += 1
+                return str.__eq__(self, other)
+
+        named = [(Name(f"layer.{k}"), torch.nn.Parameter(torch.zeros(1))) for k in range(300)]
+        assert list(naming.names_of([p for _, p in named], named).values()) == [name for name, _ in named]
+        _check_storage([name for name, _ in named], [p for _, p in named])
+        assert compared <= 3 * len(named) + 300  # of which 300 by this test
 
     def test_passes_before_zero_grad_do_not_count(self) -> None:
         def body(session: Session) -> list[Any]:
