@@ -69,8 +69,8 @@ class _Exchange:
         because ranks deliver them in different orders.
         """
         if self._settle is not None:
-            settle, self._settle = self._settle, None
-            self._try(settle)
+            self._try(self._settle)
+            self._settle = None  # not before: who goes on after a KeyboardInterrupt waits again
 
     def deliver(self) -> None:
         """Waits, and writes the result into ``grad``, once: later changes of the gradient are the user's."""

@@ -598,6 +598,22 @@ class TestRules:
         _check_storage([name for name, _ in named], [p for _, p in named])
         assert compared <= 3 * len(named) + 300  # of which 300 by this test
 
+    def test_an_exchange_whose_wait_was_interrupted_is_waited_for_again(self) -> None:
+        calls: list[str] = []
+
+        def settle() -> None:
+            calls.append("settle")
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+
+        exchange = averaging._Exchange(lambda: calls.append("finish"), settle)
+        with pytest.raises(KeyboardInterrupt):
+            exchange.settle()
+        for _ in range(2):
+            exchange.settle()
+            exchange.deliver()
+        assert calls == ["settle", "settle", "finish"]
+
     def test_passes_before_zero_grad_do_not_count(self) -> None:
         def body(session: Session) -> list[Any]:
             model = make_model()
