@@ -364,7 +364,7 @@ class OcommProcessGroup(ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
         out = Out(given[0], "broadcast")
         call = Call("broadcast", dtype_of(given[0]), (given[0].numel(),), root=root)
 
@@ -377,7 +377,7 @@ class OcommProcessGroup(ProcessGroup):
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction, dtype = reduction_of(op_of(opts), given, "reduce")
-        root = opts.rootRank
+        root = self._peer("reduce", opts.rootRank)
         out = Out(given[0], "reduce")
         call = Call("reduce", dtype.label, (given[0].numel(),), reduction.label, root)
         target = out.bytes if root == self._rank else bytes_of(torch.empty_like(out.contiguous))
@@ -438,7 +438,7 @@ class OcommProcessGroup(ProcessGroup):
         return self._start(call, sources, targets, _gather_equal, result, *stores)
 
     def gather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Work:
-        root, source = opts.rootRank, inputs[0]
+        root, source = self._peer("gather", opts.rootRank), inputs[0]
         call = Call("gather", dtype_of(source), (source.numel(),), root=root)
         results = list(outputs[0]) if root == self._rank else []
         if root == self._rank:
@@ -449,6 +449,15 @@ class OcommProcessGroup(ProcessGroup):
         sources = [bytes_of(on_host(source, "gather").contiguous())]
         return self._start(call, sources, [bytes_of(parts.buffer)], _exchange(table), results, parts)
 
+    def _peer(self, operation: str, rank: int) -> int:
+        """Returns ``rank``, a root or an end of a message. Raises InvalidRequestError unless the group has it."""
+        if not 0 <= rank < self._size:
+            raise InvalidRequestError(
+                f"{operation}: process group {self._group_name!r} has no rank {rank}; its {self._size} ranks count "
+                f"from 0 to {self._size - 1}."
+            )
+        return rank
+
     def _one_for_each(self, operation: str, tensors: Sequence[Tensor]) -> None:
         """Raises InvalidRequestError unless there is one tensor for each rank."""
         if len(tensors) != self._size:
@@ -458,7 +467,7 @@ class OcommProcessGroup(ProcessGroup):
             )
 
     def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Work:
-        root, output = opts.rootRank, outputs[0]
+        root, output = self._peer("scatter", opts.rootRank), outputs[0]
         call = Call("scatter", dtype_of(output), (output.numel(),), root=root)
         source = torch.empty(0, dtype=torch.uint8)
         if root == self._rank:
@@ -587,14 +596,14 @@ class OcommProcessGroup(ProcessGroup):
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Work:
         tensor = on_host(tensors[0], "send").contiguous()
-        if destination == self._rank:
+        if self._peer("send", destination) == self._rank:
             self._to_itself[tag].append(tensor.clone())
             return self._done(tensors)
         return self._message(tensor, self._rank, destination, tag, tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         out = Out(tensors[0], "recv", filled=False)
-        if source == self._rank:
+        if self._peer("recv", source) == self._rank:
             if not self._to_itself[tag]:
                 raise InvalidRequestError(
                     f"recv: rank {source} receives from itself with tag {tag} what it has not sent before."

@@ -167,6 +167,14 @@ if rank == 0:
     said("gather", lambda: group.gather([[ones] * 3], [ones], dist.GatherOptions()))
     said("scatter", lambda: group.scatter([ones], [[ones] * 3], dist.ScatterOptions()))
     said("lists", lambda: group.allgather_coalesced([[ones, ones], [ones]], [ones, ones]))
+said("broadcast root", lambda: dist.broadcast(ones, 2))
+said("reduce root", lambda: dist.reduce(ones, -1))
+said("gather root", lambda: dist.gather(ones, dst=2))
+said("scatter root", lambda: dist.scatter(ones, src=2))
+said("sent outside", lambda: dist.send(ones, 2))
+said("received outside", lambda: dist.recv(ones, 2))
+said("sent together", lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, ones, 2)]))
+dist.all_reduce(ones.clone())  # the group goes on
 group.send([ones * 3], rank, 7)
 mine = torch.zeros(4)
 group.recv([mine], rank, 7)
@@ -300,6 +308,13 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "long": ["MismatchError", "all_to_all_single of float32", "expects 8 from it"],
             "long list": ["MismatchError", "all_to_all of float32", "expects 8 from it"],
             "single": ["InvalidRequestError", "8 elements of int32", "2 times the 4 of float32"],
+            "broadcast root": ["InvalidRequestError: broadcast: ", " has no rank 2", "2 ranks count from 0 to 1"],
+            "reduce root": ["InvalidRequestError: reduce: ", " has no rank -1", "2 ranks count from 0 to 1"],
+            "gather root": ["InvalidRequestError: gather: ", " has no rank 2", "2 ranks count from 0 to 1"],
+            "scatter root": ["InvalidRequestError: scatter: ", " has no rank 2", "2 ranks count from 0 to 1"],
+            "sent outside": ["InvalidRequestError: send: ", " has no rank 2", "2 ranks count from 0 to 1"],
+            "received outside": ["InvalidRequestError: recv: ", " has no rank 2", "2 ranks count from 0 to 1"],
+            "sent together": ["InvalidRequestError: send: ", " has no rank 2", "2 ranks count from 0 to 1"],
             "destroyed": ["InvalidRequestError", "destroyed"],
             "mixed": ["NotImplementedError", "cuda:nccl would not be used"],
             "backward": ["MismatchError", "rank 0", "65 elements of int32", "rank 1", "65 elements of float32"],
