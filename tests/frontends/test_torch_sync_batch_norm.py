@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -60,6 +63,93 @@ def test_it_is_batch_norm_of_all_batches(size: int, equal: bool, dims: str, opti
             torch.testing.assert_close(ours(torch.cat(parts)), plain(torch.cat(parts)))
 
     run_ranks(size, body)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_second_derivatives_are_those_of_the_whole_batch(equal: bool, affine: bool) -> None:
+    def derivatives(layer: torch.nn.Module, given: torch.Tensor) -> list[torch.Tensor]:
+        given = given.clone().requires_grad_()
+        first = torch.autograd.grad(
+            (layer(given) * torch.linspace(-1, 2, 15, dtype=given.dtype).reshape(3, 5)).tanh().square().sum(),
+            [given, *layer.parameters()],
+            create_graph=True,
+        )
+        # Gradients of weight and bias are each rank's own, which only add up.
+        (first[0].square().sum() + sum(((each * 3).sum() for each in first[1:]), torch.zeros(()))).backward()
+        return [given.grad, *(each.grad for each in layer.parameters())]
+
+    def body(session: Session) -> None:
+        me = hvd.rank()
+        parts = batches(2, (3, 5), equal)
+        plain = torch.nn.BatchNorm1d(3, affine=affine).double()
+        ours = hvd.SyncBatchNorm(3, affine=affine).double()
+        if affine:
+            for layer in (plain, ours):
+                with torch.no_grad():
+                    layer.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+        expected, *sums = derivatives(plain, torch.cat(parts))
+        got, *own = derivatives(ours, parts[me])
+        torch.testing.assert_close(got, expected.split([len(part) for part in parts])[me])
+        for each, whole in zip(own, sums, strict=True):
+            torch.testing.assert_close(hvd.allreduce(each, op=hvd.Sum), whole)
+
+    run_ranks(2, body)
+
+
+def test_a_model_is_converted_as_torchs_own_class_does_it() -> None:
+    def body(session: Session) -> None:
+        model = torch.nn.Sequential(
+            torch.nn.Conv1d(2, 3, 1),
+            torch.nn.BatchNorm1d(3, eps=0.1, momentum=None),
+            torch.nn.Sequential(torch.nn.BatchNorm2d(4, affine=False), torch.nn.BatchNorm3d(5).eval()),
+            torch.nn.BatchNorm1d(6, track_running_stats=False),
+        )
+        model[1].bias = None
+        model[1].qconfig = "a qconfig"
+        before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        twin = torch.nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+        converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+        assert converted is model
+        after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+        for ours, torchs in zip(model.modules(), twin.modules(), strict=True):
+            assert isinstance(ours, hvd.SyncBatchNorm) == isinstance(torchs, torch.nn.SyncBatchNorm)
+            assert ours.extra_repr() == torchs.extra_repr() and ours.training == torchs.training
+        assert model[1].qconfig == "a qconfig" and not hasattr(model[3], "qconfig")
+        alone = hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(3), process_group=None)
+        assert isinstance(alone, hvd.SyncBatchNorm) and alone.process_set is hvd.global_process_set
+        plain = torch.nn.BatchNorm1d(3, eps=0.1, momentum=None)
+        plain.bias = None
+        parts = [torch.randn(2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        torch.testing.assert_close(model[1](parts[hvd.rank()]), plain(torch.cat(parts)).split(2)[hvd.rank()])
+        model[1](parts[hvd.rank()]).square().sum().backward()
+        assert model[1].weight.grad is not None
+
+    run_ranks(2, body)
+
+
+def test_a_conversion_takes_a_process_set_and_no_group_of_torchs_of_some_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = {"all": [0, 1], "one": [1]}
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", groups.__getitem__)
+
+    def body(session: Session) -> None:
+        def converted(group: Any) -> Any:
+            return hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(3), group)
+
+        assert converted("all").process_set is hvd.global_process_set
+        one = hvd.add_process_set([1])
+        assert converted(one).process_set is one
+        with pytest.raises(InvalidRequestError) as error:
+            converted("one")
+        assert str(error.value) == (
+            "convert_sync_batchnorm: the process group has ranks [1], not all 2 of the job. Pass "
+            "process_group=hvd.add_process_set([1]), which all ranks call."
+        )
+
+    run_ranks(2, body)
 
 
 def test_evaluation_is_this_ranks_own() -> None:
