@@ -645,11 +645,10 @@ def broadcast(
 
     def backward(grads: Sequence[tf.Tensor], _: None) -> list[tf.Tensor]:
         (reduced,) = _reduced(grads, None, Average, 1.0, 1.0, process_set, False)
-        if sessions.current().require_topology().rank == root_rank:
-            return [reduced]
-        # A session of tf.compat.v1 only runs what it needs, and the root waits for this rank's part of the sum.
-        with tf.control_dependencies([reduced]):
-            return [tf.zeros_like(reduced)]
+        is_root = sessions.current().require_topology().rank == root_rank
+        # The same operations on all ranks. Zeros alone would need no sum: a session of tf.compat.v1 would not run it,
+        # and a second backward pass would not ask for its gradient, while the root waits for this rank's part.
+        return [tf.where(is_root, reduced, tf.zeros_like(reduced))]
 
     return _differentiable(_tensors([tensor]), forward, backward)[0]
 

@@ -20,8 +20,8 @@ from ocomm_tf.naming import shape_of
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):
     """``tf.keras.layers.BatchNormalization`` with the mean and variance of all ranks' batches in training. Collective.
 
-    Ranks may have batches of different sizes, even empty ones. The layer is that of Keras 3, or of Keras 2 if that is
-    ``tf.keras``.
+    Ranks may have batches of different sizes, even empty ones. Second derivatives, as of a gradient penalty, are those
+    of the whole batch, too. The layer is that of Keras 3, or of Keras 2 if that is ``tf.keras``.
 
     Args:
         fused: False; a fused kernel of TensorFlow only knows the batch of its own rank.

@@ -559,7 +559,10 @@ class _Broadcast(torch.autograd.Function):
         root_rank, process_set = ctx.settings
         reduced = allreduce(grads[0], op=Average, process_set=process_set)
         is_root = sessions.current().require_topology().rank == root_rank
-        return reduced if is_root else torch.zeros_like(reduced), *_nothing(3)
+        if not is_root:
+            # Not new zeros: a second backward pass needs this rank, too, for the gradient of that allreduce.
+            reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
+        return reduced, *_nothing(3)
 
 
 @collective("A new tensor with the contents of the root's.")
@@ -619,7 +622,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, process_set, length = ctx.settings
-        gradient, _ = synchronize(alltoall_async(grads[0], rows, process_set=process_set))
+        gradient, _ = alltoall(grads[0], rows, process_set=process_set)
         if len(gradient) < length:  # the splits left out rows, which were not sent
             gradient = torch.cat([gradient, gradient.new_zeros(length - len(gradient), *gradient.shape[1:])])
         return gradient, *_nothing(3)

@@ -138,6 +138,43 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    def test_second_derivatives_are_those_of_all_ranks_together(self, way: Any) -> None:
+        # The call; a matrix of its results on both ranks; by what Horovod's gradient is larger than that of the sum of
+        # all ranks' losses, in the first and in the second backward pass.
+        calls = {
+            "allreduce": (hvd.allreduce, np.kron(np.ones([2, 2]) / 2, np.eye(2)), 1.0, 1.0),
+            "allgather": (hvd.allgather, np.kron(np.ones([2, 1]), np.eye(4)), 0.5, 0.5),
+            "broadcast": (lambda x: hvd.broadcast(x, 1), np.kron([[0, 1], [0, 1]], np.eye(2)), 0.5, 0.5),
+            "alltoall": (hvd.alltoall, np.eye(4)[[0, 2, 1, 3]], 1.0, 1.0),
+            "reducescatter": (hvd.reducescatter, np.kron([[1, 1]], np.eye(2)) / 2, 2.0, 1.0),
+        }
+        xs, weights = np.linspace(-1, 2, 4), np.linspace(1, -2, 4)
+
+        def body(session: Session) -> None:
+            mine = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
+            for kind, (call, matrix, first, second) in calls.items():
+                y = matrix @ xs**2
+                backward = first * matrix.T @ (3 * y**2)
+                through = first * matrix.T @ (6 * y * (second * matrix @ (2 * xs * weights)))
+
+                @way
+                def gradients(x: Any, call: Any = call) -> Any:
+                    with tf.GradientTape() as outer:
+                        outer.watch(x)
+                        with tf.GradientTape() as inner:
+                            inner.watch(x)
+                            loss = tf.reduce_sum(call(x * x) ** 3)
+                        found = inner.gradient(loss, x)
+                        weighted = tf.reduce_sum(found * weights[mine])
+                    return found, outer.gradient(weighted, x)
+
+                found, derivative = gradients(tf.constant(xs[mine]))
+                np.testing.assert_allclose(found, (2 * xs * backward)[mine], rtol=1e-12, err_msg=kind)
+                expected = 2 * weights * backward + 2 * xs * through
+                np.testing.assert_allclose(derivative, expected[mine], rtol=1e-12, err_msg=kind)
+
+        run_ranks(2, body)
+
     def test_indexed_slices_lie_side_by_side(self, way: Any) -> None:
         def body(session: Session) -> None:
             me = hvd.rank()

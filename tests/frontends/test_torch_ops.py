@@ -227,6 +227,59 @@ class TestGradients:
         run_ranks(size, body)
 
 
+def joined_alltoall(xs: list[Any]) -> list[Any]:
+    """The rows that each rank receives if rank r sends r + 1 rows to rank 0, one to rank 1, and others to none."""
+    return [torch.cat([xs[0][:1], xs[1][:2]]), torch.cat([xs[0][1:2], xs[1][2:3]])]
+
+
+#: The call; the results of both ranks as a function of their tensors; by what Horovod's gradient is larger than that
+#: of the sum of all ranks' losses, in the first and in the second backward pass.
+LINEAR = {
+    "allreduce": (hvd.allreduce, lambda xs: [sum(xs) / 2] * 2, 1.0, 1.0),
+    "sum": (lambda x: hvd.allreduce(x, op=hvd.Sum), lambda xs: [sum(xs)] * 2, 1.0, 1.0),
+    "grouped_allreduce": (lambda x: hvd.grouped_allreduce([x])[0], lambda xs: [sum(xs) / 2] * 2, 1.0, 1.0),
+    "allgather": (hvd.allgather, lambda xs: [torch.cat(xs)] * 2, 0.5, 0.5),
+    "grouped_allgather": (lambda x: hvd.grouped_allgather([x])[0], lambda xs: [torch.cat(xs)] * 2, 0.5, 0.5),
+    "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs: [xs[1]] * 2, 0.5, 0.5),
+    "alltoall": (lambda x: hvd.alltoall(x, [hvd.rank() + 1, 1])[0], joined_alltoall, 1.0, 1.0),
+    "reducescatter": (hvd.reducescatter, lambda xs: list((sum(xs) / 2).split(2)), 2.0, 1.0),
+    "sum, scattered": (lambda x: hvd.reducescatter(x, op=hvd.Sum), lambda xs: list(sum(xs).split(2)), 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_second_derivatives_are_those_of_all_ranks_together(kind: str) -> None:
+    """With y = A u(x), losses L(y) and a gradient g of them, the gradient of w g holds all second derivatives."""
+    call, joined, first, second = LINEAR[kind]
+
+    def body(session: Session) -> None:
+        me = hvd.rank()
+        xs = torch.linspace(-1, 2, 8, dtype=torch.float64)
+        weights = torch.linspace(1, -2, 8, dtype=torch.float64)
+        matrix = torch.autograd.functional.jacobian(lambda x: torch.cat(joined(list(x.split(4)))), xs)
+        y = matrix @ xs.square()
+        backward = first * matrix.T @ (3 * y.square())
+        through = first * matrix.T @ (6 * y * (second * matrix @ (2 * xs * weights)))
+        expected = 2 * weights * backward + 2 * xs * through
+
+        x = xs.split(4)[me].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(call(x.square()).pow(3).sum(), x, create_graph=True)
+        torch.testing.assert_close(gradient.detach(), (2 * xs * backward).split(4)[me])
+        (gradient * weights.split(4)[me]).sum().backward()
+        torch.testing.assert_close(x.grad, expected.split(4)[me])
+
+    run_ranks(2, body)
+
+
+def test_the_gradient_of_a_broadcast_is_zero_elsewhere_even_if_that_of_the_root_is_not_finite() -> None:
+    def body(session: Session) -> None:
+        x = torch.ones(2, requires_grad=True)
+        hvd.broadcast(x, 0).backward(torch.full((2,), float("nan")))
+        assert x.grad.isnan().all() if hvd.rank() == 0 else x.grad.tolist() == [0.0, 0.0]
+
+    run_ranks(2, body)
+
+
 def state_of(optimizer: Any) -> list[Any]:
     return [
         value.tolist() if isinstance(value, torch.Tensor) else value
