@@ -4,6 +4,7 @@
 ``torch.distributed.init_process_group("ocomm")`` works in every process that an MPI launcher has started.
 """
 
+import ocomm_torch.distributed.joins  # noqa: F401 (Torch's join keeps works from now on)
 from ocomm.torch_backend import register
 from ocomm_torch.distributed.group import OcommProcessGroup
 from ocomm_torch.distributed.start import create, rendezvous

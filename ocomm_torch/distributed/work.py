@@ -129,7 +129,10 @@ class GroupWork(Work):
             if self._future is not None:
                 return self._future
             future = self._future = Future(self._completer, self.result)
-        self._completer.later(future.complete)
+        if self._finish is None:  # somebody has waited, and DistributedDataParallel's join reads the value at once
+            future.complete()
+        else:
+            self._completer.later(future.complete)
         return future
 
     getFuture = get_future

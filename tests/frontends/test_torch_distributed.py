@@ -271,6 +271,21 @@ for name, hook, numel in (  # as many integers as the hook's first message has b
         said(name, lambda: ddp(torch.ones(1, 64)).sum().backward())
     else:
         said(name, lambda: dist.all_reduce(torch.ones(numel, dtype=torch.int32), group=group))
+def weight_after(*modules, **options):
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), *modules)
+    torch.nn.init.zeros_(net[0].weight)
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    with ddp.join(**options):
+        for _ in range(1 + rank):
+            ddp(torch.full((2, 1), 0.5 + rank)).sum().backward()
+            net[0].weight.data -= net[0].weight.grad
+            net[0].weight.grad = None
+    return net[0].weight.item()
+# Gradients are 1 and 3, then 3 on rank 1 alone.
+print(f"[join {rank}]", *[weight_after(divide_by_initial_world_size=each) for each in (True, False)], flush=True)
+weight_after(torch.nn.BatchNorm1d(1), divide_by_initial_world_size=False)  # with buffers that are broadcast
+dist.destroy_process_group()
+dist.init_process_group("ocomm", init_method="ocomm://")
 said("shape", lambda: dist.all_reduce(torch.ones(4 + rank)))
 time.sleep(2.5)  # the other rank is to hear what this one did
 os._exit(0)
@@ -321,6 +336,7 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "fp16 hook": ["MismatchError: ", "2080 elements of int32", "4160 elements of float16"],
             "PowerSGD hook": ["MismatchError: ", "64 elements of int32", "64 elements of float32"],
             "chained hook": ["ValueError: my hook has a mistake"],
+            "join": ["-3.5 -5.0"],
             "shape": ["MismatchError", "rank 0", "4 elements", "rank 1", "5 elements"],
         }.items():
             for word in words:
