@@ -14,6 +14,15 @@ from ocomm_torch.memory_order import is_dense
 from ocomm_torch.tensor_memory import why_untrainable
 
 
+def by_position(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Returns (name, parameter) of the optimizer's parameters in group order, named by their group and place in it."""
+    return [
+        (_position(g, k), parameter)
+        for g, group in enumerate(optimizer.param_groups)
+        for k, parameter in enumerate(group["params"])
+    ]
+
+
 def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[torch.Tensor], list[str]]:
@@ -35,8 +44,12 @@ def named(
                     f"The first is number {k} of group {g}, of shape {tuple(parameter.shape)}."
                 )
             parameters.append(parameter)
-            result.append(names.get(id(parameter), f"parameter.{g}.{k}"))
+            result.append(names.get(id(parameter), _position(g, k)))
     return parameters, result
+
+
+def _position(group: int, place: int) -> str:
+    return f"parameter.{group}.{place}"
 
 
 def dtype_name(parameter: torch.Tensor) -> str:

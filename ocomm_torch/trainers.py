@@ -18,10 +18,12 @@ from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.checkpoint import read, to_numpy, unreadable
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ef_sgd import DistributedEFSGD
+from ocomm_torch.functions import broadcast_parameters
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.parameters import by_position
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.zero_one import DistributedZeroOneAdam
 
@@ -62,9 +64,10 @@ def wrap(
     """Wraps the optimizer that a trainer has made, with what the trainer knows beside the user's options. Collective.
 
     Args:
-        wrapper: One of ``WRAPPERS``, or a function with the same arguments.
+        wrapper: One of ``WRAPPERS``, or a function with the same arguments. One with ``**kwargs`` gets all of them.
         optimizer: The plain optimizer.
-        named_parameters: (name, parameter) of at least its parameters.
+        named_parameters: (name, parameter) of the model. What the optimizer has beside them, such as the parameters of
+            a loss, gets rank 0's values and is named by position.
         options: The user's own, which count.
         total_steps: Returns the number of steps of the run; None if it is not known.
         max_grad_norm: The norm that the trainer would clip gradients to; None for none.
@@ -76,13 +79,19 @@ def wrap(
     Raises:
         InvalidRequestError: Two norms to clip to, or something that cannot be wrapped.
     """
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    placed = by_position(optimizer)
+    own = {id(p) for _, p in placed}
     named = [pair for pair in named_parameters if id(pair[1]) in own]
+    in_model = {id(p) for _, p in named}
+    others = [pair for pair in placed if id(pair[1]) not in in_model]
+    if others:  # a trainer makes the replicas of its model alike, and knows of nothing else
+        broadcast_parameters(others, root_rank=0)
     known = inspect.signature(wrapper).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     chosen = dict(options)
     if (
         max_grad_norm
-        and "max_grad_norm" in known
+        and (takes_all or "max_grad_norm" in known)
         and chosen.setdefault("max_grad_norm", max_grad_norm) != max_grad_norm
     ):
         raise InvalidRequestError(
@@ -90,9 +99,10 @@ def wrap(
             f"{setting}. Leave one of them out."
         )
     # Where the user says when compression begins, that counts.
-    if "total_steps" in known and "total_steps" not in chosen and chosen.get("freeze_step", "auto") == "auto":
+    takes_steps = takes_all or "total_steps" in known
+    if takes_steps and "total_steps" not in chosen and chosen.get("freeze_step", "auto") == "auto":
         chosen["total_steps"] = total_steps()
-    return wrapper(optimizer, named, **chosen)
+    return wrapper(optimizer, named + others, **chosen)
 
 
 def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str) -> bool:

@@ -59,6 +59,52 @@ def test_what_a_trainer_knows_is_used_unless_the_user_says_otherwise() -> None:
     run_ranks(1, body)
 
 
+def test_a_function_with_kwargs_gets_what_a_trainer_knows() -> None:
+    def body(session: Session) -> None:
+        module = model()
+        adam = torch.optim.Adam(module.parameters(), lr=1e-2)
+        optimizer = trainers.wrap(
+            lambda inner, named, **given: DistributedOneBitAdam(inner, named, **given),
+            adam,
+            module.named_parameters(),
+            {},
+            total_steps=lambda: 50,
+            max_grad_norm=0.5,
+            setting="the Trainer",
+        )
+        assert optimizer._driver.options["total_steps"] == 50 and optimizer.max_grad_norm == 0.5
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "dense"])
+def test_a_parameter_of_the_loss_is_trained_alike_on_all_ranks(name: str) -> None:
+    def body(session: Session) -> str:
+        module = model()
+        scale = torch.nn.Parameter(torch.full((3,), 1.0 + rank()))
+        adam = torch.optim.Adam([*module.parameters(), scale], lr=1e-2)
+        options = {"freeze_step": 2} if name == "onebit_adam" else {}
+        optimizer = trainers.wrap(
+            trainers.wrapper_of(name),
+            adam,
+            module.named_parameters(),
+            options,
+            total_steps=lambda: None,
+            max_grad_norm=None,
+            setting="the Trainer",
+        )
+        assert scale.tolist() == [1.0, 1.0, 1.0]
+        for step in range(5):
+            optimizer.zero_grad()
+            (loss(module, step) * scale.sum()).backward()
+            optimizer.step()
+        assert scale.tolist() != [1.0, 1.0, 1.0]
+        return digest([p.detach().numpy() for p in (*module.parameters(), scale)])
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
 def test_an_accelerator_that_has_found_no_other_rank_is_refused() -> None:
     def body(session: Session) -> None:
         alone = SimpleNamespace(num_processes=1)
