@@ -61,10 +61,14 @@ class OcommCallback(TrainerCallback):
         self._options = options
         #: The norm of the step that is under way, for the Trainer's log: it is known when the step was taken.
         self._norm: torch.Tensor | None = None
+        #: The number of steps for which the Trainer makes a scheduler beside the optimizer, while it does so.
+        self._scheduled: int | None = None
         self._create = trainer.create_optimizer
+        self._create_both = trainer.create_optimizer_and_scheduler
         self._load = trainer._load_optimizer_and_scheduler
         self._save = trainer._save_rng_state
         trainer.create_optimizer = self._create_optimizer
+        trainer.create_optimizer_and_scheduler = self._create_optimizer_and_scheduler
         trainer._load_optimizer_and_scheduler = self._load_states
         trainer._save_rng_state = self._save_states
         trainer.accelerator.clip_grad_norm_ = self._clip(trainer.accelerator.clip_grad_norm_)
@@ -74,14 +78,15 @@ class OcommCallback(TrainerCallback):
 
     def _create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
-        created = self._create(*args, **kwargs)
+        returned = self._create(*args, **kwargs)
+        created = trainer.optimizer or returned  # a method of a subclass may return nothing: the Trainer reads this
         if _plain(created) is None:
             created = trainer.optimizer = trainers.wrap(
                 self._wrapper,
                 created,
                 trainer.model.named_parameters(),
                 self._options,
-                total_steps=lambda: trainer.state.max_steps or None,
+                total_steps=self._total_steps,
                 max_grad_norm=trainer.args.max_grad_norm or None,
                 setting=_CLIPPING,
             )
@@ -91,6 +96,18 @@ class OcommCallback(TrainerCallback):
                     "Trainer's DistributedDataParallel averages gradients in each step, and hands them to nothing else."
                 )
         return created
+
+    def _create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        self._scheduled = num_training_steps
+        try:
+            self._create_both(num_training_steps)
+        finally:
+            self._scheduled = None
+
+    def _total_steps(self) -> int | None:
+        # Only ``train()`` knows the steps of a number of epochs. Scripts may create the optimizer before it.
+        steps = self._scheduled or self._trainer.state.max_steps or self._trainer.args.max_steps
+        return steps if steps > 0 else None
 
     def _load_states(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
         self._load(checkpoint, *args, **kwargs)

@@ -128,6 +128,70 @@ def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
         assert f"[norms {rank}] InvalidRequestError: gradients are to be clipped to max_grad_norm=2.0" in done.stdout
 
 
+SUBCLASSES = """
+import sys
+import torch, transformers
+from torch import nn
+import ocomm_torch as hvd
+from ocomm_torch.transformers import OcommCallback
+
+torch.distributed.init_process_group("ocomm", init_method="ocomm://")
+torch.set_num_threads(1)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.net(x)}
+
+class Trainer(transformers.Trainer):
+    \"\"\"Its loss has a parameter, with which it returns no optimizer, as scripts may do.\"\"\"
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            self.scale = nn.Parameter(torch.full((2,), 1.0 + hvd.rank()))
+            self.optimizer = torch.optim.AdamW([*self.model.parameters(), self.scale], lr=1e-2)
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return (model(inputs["x"])["logits"] * self.scale).square().mean()
+
+def trainer(**options):
+    args = transformers.TrainingArguments(
+        sys.argv[1], use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, **options
+    )
+    rows = torch.randn(160, 4, generator=torch.Generator().manual_seed(0))
+    return Trainer(Model(), args, train_dataset=[{"x": row} for row in rows])
+
+one = trainer(num_train_epochs=1)
+OcommCallback(one, freeze_step=3)
+one.train()
+hvd.check_replicas([*one.model.named_parameters(), ("scale", one.scale)])
+report = one.optimizer.optimizer.compression_report()
+assert one.scale.tolist() != [1.0, 1.0]
+assert (report["step"], report["redone_steps"]) == (10, 0), report
+
+def total_steps(make, **options):
+    early = trainer(**options)
+    OcommCallback(early)
+    make(early)
+    return early.optimizer._driver.options["total_steps"]
+
+assert total_steps(lambda early: early.create_optimizer_and_scheduler(40), num_train_epochs=3) == 40
+assert total_steps(lambda early: early.create_optimizer(), max_steps=20) == 20
+assert total_steps(lambda early: early.create_optimizer(), num_train_epochs=3) is None
+print("SAME", flush=True)
+"""
+
+
+def test_a_subclass_may_train_parameters_of_its_loss_and_make_its_optimizer_early(tmp_path: Path) -> None:
+    done = run_job(2, SUBCLASSES, str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout.count("SAME") == 2, done.stdout + done.stderr
+
+
 ACCELERATE = """
 import hashlib
 import torch
