@@ -232,9 +232,10 @@ def _check_environment(launch: Launch, settings: Settings, with_torch_env: bool)
     if settings.torch_env and launch.size > 1 and _accelerate_is_alone(sys.modules):
         raise LaunchError(
             f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
-            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. Call init() before the "
-            "first Accelerator, PartialState or TrainingArguments, or start the script with ocommrun, which sets "
-            "RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
+            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. On CPUs it looks for the "
+            "others if it is made with Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or with "
+            "ACCELERATE_USE_CPU=1. Call init() before the first Accelerator, PartialState or TrainingArguments, or "
+            "start the script with ocommrun, which sets RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
         )
 
 

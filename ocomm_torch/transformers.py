@@ -5,7 +5,7 @@ The Trainer's optimizer is wrapped, and its DistributedDataParallel leaves the g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,17 @@ from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
 from ocomm_torch import trainers
 from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.rank_states import HasRankState
 
 TrainerCallback: Any = transformers.TrainerCallback
 _CLIPPING = "max_grad_norm of TrainingArguments"
+#: The classes that an optimizer wraps; others wrap any.
+_WRAPPED: Mapping[Any, tuple[type, ...]] = {
+    hvd.DistributedOneBitAdam: (torch.optim.Adam, torch.optim.AdamW),
+    hvd.DistributedOneBitLamb: (torch.optim.Adam, torch.optim.AdamW),
+    hvd.DistributedZeroOneAdam: (torch.optim.Adam, torch.optim.AdamW),
+    hvd.DistributedEFSGD: (torch.optim.SGD,),
+}
 
 
 @documented(
@@ -55,7 +63,9 @@ class OcommCallback(TrainerCallback):
         if seen != hvd.size():
             raise InvalidRequestError(
                 f"the Trainer sees {seen} process(es), and this is rank {hvd.rank()} of {hvd.size()}: each would train "
-                "alone. Call init() before TrainingArguments, or start the script with ocommrun or torchrun."
+                "alone. On CPUs it looks for the others if it has TrainingArguments(use_cpu=True), or with "
+                "ACCELERATE_USE_CPU=1. Call init() before TrainingArguments, or start the script with ocommrun or "
+                "torchrun."
             )
         self._trainer = trainer
         self._options = options
@@ -81,6 +91,7 @@ class OcommCallback(TrainerCallback):
         returned = self._create(*args, **kwargs)
         created = trainer.optimizer or returned  # a method of a subclass may return nothing: the Trainer reads this
         if _plain(created) is None:
+            self._check_kind(created)
             created = trainer.optimizer = trainers.wrap(
                 self._wrapper,
                 created,
@@ -109,6 +120,19 @@ class OcommCallback(TrainerCallback):
         steps = self._scheduled or self._trainer.state.max_steps or self._trainer.args.max_steps
         return steps if steps > 0 else None
 
+    def _check_kind(self, created: torch.optim.Optimizer) -> None:
+        """Raises InvalidRequestError for an optimizer that the chosen one does not wrap. Its own error would advise to
+        take DistributedOptimizer, for which the Trainer has no place. Not for one that communicates already.
+        """
+        kinds = _WRAPPED.get(self._wrapper)
+        if kinds is not None and not isinstance(created, (*kinds, HasRankState)):
+            raise InvalidRequestError(
+                f"Distributed{self._wrapper.__name__} wraps {' or '.join(kind.__name__ for kind in kinds)} of "
+                f"torch.optim, and the Trainer has {type(created).__name__}. Leave OcommCallback out: "
+                "DistributedDataParallel then averages gradients, through the backend of the process group. For SGD "
+                "name 'ef_sgd', with half of SGD's lr."
+            )
+
     def _load_states(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> None:
         self._load(checkpoint, *args, **kwargs)
         if checkpoint is None or self._optimizer is None:
@@ -135,7 +159,9 @@ class OcommCallback(TrainerCallback):
             if optimizer is None:
                 return theirs(parameters, max_norm, norm_type)
             if max_norm != float("inf"):
-                trainers.has_clipped(optimizer, max_norm, norm_type, _CLIPPING)
+                is_theirs = max_norm == self._trainer.args.max_grad_norm
+                by = _CLIPPING if is_theirs else "a call of accelerator.clip_grad_norm_ in the script"
+                trainers.has_clipped(optimizer, max_norm, norm_type, by)
             self._norm = None if optimizer.grad_norm is None else torch.zeros(())
             return self._norm
 

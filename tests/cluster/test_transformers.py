@@ -112,12 +112,21 @@ def said(name, call):
         print(f"[{name} {hvd.rank()}] {type(error).__name__}: {error}".replace("\\n", " "), flush=True)
 
 def trainer(**options):
-    args = transformers.TrainingArguments(sys.argv[1], use_cpu=True, report_to=[], **options)
+    args = transformers.TrainingArguments(sys.argv[1], report_to=[], **{"use_cpu": True, **options})
     return transformers.Trainer(nn.Linear(1, 1), args)
+
+def clip():
+    one = trainer(max_grad_norm=0.0)
+    OcommCallback(one)
+    one.create_optimizer()
+    one.accelerator.clip_grad_norm_(one.model.parameters(), 0.5)
 
 hvd.init()
 said("dense", lambda: OcommCallback(trainer(), "dense"))
 said("norms", lambda: OcommCallback(trainer(), max_grad_norm=2.0)._create_optimizer())
+said("kind", lambda: OcommCallback(trainer(optim="adafactor"))._create_optimizer())
+said("clip", clip)
+said("alone", lambda: OcommCallback(trainer(use_cpu=False)))
 """
 
 
@@ -126,6 +135,11 @@ def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert f"[dense {rank}] InvalidRequestError: the Trainer's DistributedDataParallel averages" in done.stdout
         assert f"[norms {rank}] InvalidRequestError: gradients are to be clipped to max_grad_norm=2.0" in done.stdout
+        assert f"[kind {rank}] InvalidRequestError: DistributedOneBitAdam wraps Adam or AdamW" in done.stdout
+        assert f"[clip {rank}] InvalidRequestError: a call of accelerator.clip_grad_norm_ in the script" in done.stdout
+        assert f"[alone {rank}] InvalidRequestError: the Trainer sees 1 process(es)" in done.stdout
+    for advice in ("Leave OcommCallback out: ", "name 'ef_sgd'", "TrainingArguments(use_cpu=True)"):
+        assert advice in done.stdout
 
 
 SUBCLASSES = """
