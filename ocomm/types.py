@@ -265,6 +265,7 @@ class Flag(enum.IntFlag):
     AVERAGE = 64  # an average that this rank alone has is NaN or Inf
     IDLE = 128  # gradients in a step without a vote, since the last one, were not finite: it changed nothing here
     RELEASED = 256  # this rank has no gradients any more, so it cannot do the step again
+    HYPER = 512  # beside CHANGED: hyperparameters that gradients are compressed with have changed
 
 
 @dataclass(frozen=True, slots=True)

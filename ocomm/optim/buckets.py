@@ -72,7 +72,8 @@ class Buckets:
         #: Addresses of this rank's gradients, 0 for none; those of all tensors if all were located at once.
         self.addresses: NDArray[np.uint64] = core.gradients["grad"]
         self._are_located = False
-        self._early = False
+        #: True if buckets may be posted before ``step()``. The same on all ranks whose step began before that.
+        self.early = False
         self._buckets: list[Bucket] = []
         self._of_tensor: list[tuple[Bucket, ...]] = []
         # The tensors of the buckets one after the other, the sizes of their gradients in bytes, and the checksums of
@@ -90,7 +91,7 @@ class Buckets:
         caches hold what backward needs.
         """
         flows = self._flows
-        self._early = early
+        self.early = early
         self._are_located = self.is_surprised = self.had_non_finite = False
         self.posted = self._posted_count = self._read = 0
         if attempt == 0:
@@ -108,6 +109,11 @@ class Buckets:
         all_expected = all(self._expected)
         for bucket in self._buckets:
             bucket.left = len(bucket.tensors) if all_expected else sum([self._expected[t] for t in bucket.tensors])
+
+    def renew(self, step: int, hyper: int, lr: float) -> None:
+        """Gives the attempt that ``begin`` has opened, and of which nothing is posted, another ``hyper`` and ``lr``."""
+        for flow in self._flows.flows:
+            flow.segment_headers.begin(step + 1, 0, hyper, 0, lr)
 
     def _arrange(self) -> None:
         """Makes the buckets of the flows of this step."""
@@ -140,12 +146,12 @@ class Buckets:
             return
         for bucket in self._of_tensor[tensor]:
             bucket.left -= 1
-            if bucket.left == 0 and self._early:
+            if bucket.left == 0 and self.early:
                 self.post(final=False)
 
     def post_early(self) -> None:
         """Posts buckets that are complete, if any may be posted before ``step()``."""
-        if self._early:
+        if self.early:
             self.post(final=False)
 
     def post(self, final: bool) -> None:

@@ -170,13 +170,16 @@ class Stepper:
 
     # The exchange
 
-    def agree_on_norm(self, lr: float) -> StepOutcome | None:
+    def agree_on_norm(self, hyper: int, lr: float) -> StepOutcome | None:
         """Exchanges norms and sets ``norm``, before the exchange of gradients that are to be clipped. Collective.
 
-        For a step of which nothing has been posted. ``lr`` is shown in messages. Returns None, or what all ranks do
-        with the step if one of them skips it: then it is over. Raises MismatchError, StallError, PeerError.
+        For a step of which nothing has been posted. ``hyper`` is a hash of what gradients will be compressed with;
+        ``lr`` is shown in messages. Returns None, or what all ranks do with the step if one of them skips it: then it
+        is over. Raises MismatchError, StallError, PeerError.
         """
         assert self.begun and not self.buckets.posted
+        if hyper != self._hyper:
+            self._renew(hyper, lr)
         try:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
@@ -240,7 +243,8 @@ class Stepper:
             hyper_now: Hash of everything that must agree, with lr.
             lr: The learning rate, for messages.
             announcement: The coordinator's announcement to all ranks.
-            again: Called before a second attempt, to set the current hyperparameters.
+            again: Called before gradients are compressed with ``hyper`` in a step that was begun with another one, or
+                a second time, to set the current hyperparameters.
             norm_of: What ``norm`` is set to the norm of.
 
         Returns:
@@ -258,7 +262,11 @@ class Stepper:
         if not self.begun:
             self.begin(hyper, lr)
         if hyper != self._hyper:
-            self.object(Flag.CHANGED)
+            if self.buckets.early:  # some rank may have posted a bucket
+                self.object(Flag.CHANGED | Flag.HYPER)
+            else:
+                again()
+                self._renew(hyper, lr)
         try:
             finish = partial(self._finish, hyper_now, lr, announcement, norm_of is NormOf.AVERAGES)
             said, lost = finish(0), []
@@ -416,10 +424,18 @@ class Stepper:
         bits = np.packbits((self.buckets.addresses != 0) | self.core.waiting(), bitorder="little")
         self._vote.presence[: bits.size] = bits
 
+    def _renew(self, hyper: int, lr: float) -> None:
+        """Goes on with another ``hyper`` than the step was begun with, where no rank posts anything before ``step()``:
+        all ranks decide so, without a message.
+        """
+        self._hyper = hyper
+        self.buckets.renew(self.step, hyper, lr)
+
     def _start_again(self, hyper: int, lr: float) -> None:
         """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
         self.overlap = self.overlapping = False
         self.traffic.redone_steps += 1
+        self._early_sent += [*(flow.sent for flow in self.flows.flows), self._vote.sent]
         self.objections &= int(Flag.IDLE)
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = 0
@@ -442,6 +458,15 @@ class Stepper:
                 self.wire.ranks[low],
                 norms[high],
                 self.wire.ranks[high],
+            )
+            return
+        if heard & Flag.HYPER:
+            _log.warning(
+                "%s: %s was set between backward and step(), and gradients are compressed with it, so the step was "
+                "exchanged again, and from now on nothing overlaps. Set it before backward, or after step() as "
+                "schedulers do, to keep the overlap; pass overlap=False if it must be set there.",
+                self.name,
+                "lr, a beta or a weight decay" if self.core.sends_rates else "a beta or a weight decay",
             )
             return
         _log.warning(

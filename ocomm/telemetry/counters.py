@@ -44,7 +44,8 @@ OPTIMIZER: dict[str, Metric] = {
     "redone_steps": Metric(
         "ocomm_redone_steps_total",
         True,
-        "number of steps that were exchanged twice, because a gradient changed after backward",
+        "number of steps that were exchanged twice, because a gradient, or what it is compressed with, changed after "
+        "backward",
     ),
     "bytes_sent": Metric(
         "ocomm_sent_bytes_total",

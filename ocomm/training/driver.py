@@ -400,7 +400,7 @@ class Driver:
         groups = self.groups()
         hyper, lr = self.compress_hyper(groups), groups[0].lr
         if self.clipping.needs_round:
-            outcome = self.stepper.agree_on_norm(lr)
+            outcome = self.stepper.agree_on_norm(_hyper_digest(hyper), lr)
             if outcome is not None:
                 return outcome
             self.core.gradient_scale = self.clipping.factor(self.stepper.norm)

@@ -22,6 +22,7 @@ from ocomm.session import Session
 from ocomm_torch.compression import Compression
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest
 from tests.tiers import few
 from tests.world.test_runtime import threads_only
@@ -227,6 +228,38 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
     same_everywhere(lambda: train(compressed(max_grad_norm=0.1), lambda parameters: None))
     same_everywhere(lambda: train(dense, clip_all))
     assert warned(caplog, "") == []
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name", "set_to", "text"),
+    [
+        (DistributedZeroOneAdam, "lr", 1e-3, "lr, a beta or a weight decay was set between backward and step()"),
+        (DistributedOneBitAdam, "betas", (0.8, 0.99), ": a beta or a weight decay was set between backward and step()"),
+        (DistributedOneBitAdam, "lr", 1e-3, ""),
+    ],
+    ids=["lr of 0/1 Adam", "betas", "lr"],
+)
+def test_a_hyperparameter_that_is_set_after_backward_is_named_as_the_cause(
+    wrap: Any, name: str, set_to: Any, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job(overlap: bool) -> list[str]:
+        def body(session: Session) -> None:
+            model = Model()
+            inner = torch.optim.Adam(model.parameters(), lr=1e-2)
+            optimizer = wrap(inner, model.named_parameters(), overlap=overlap)
+            for step in range(4):
+                optimizer.zero_grad()
+                model.loss(step).backward()
+                if step == 2:  # the first step does not overlap
+                    optimizer.param_groups[0][name] = set_to
+                optimizer.step()
+
+        run_ranks(2, body)
+        return warned(caplog, "nothing overlaps")
+
+    assert job(False) == []
+    said = job(True)
+    assert len(said) == bool(text) and all(text in one for one in said)
 
 
 def clip_all(parameters: Parameters) -> None:

@@ -337,6 +337,41 @@ def test_a_change_after_backward_gives_what_no_overlap_gives(change: Any, kind: 
     assert [r["state"] for r in found] == [r["state"] for r in expected]
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["unclipped", "clipped"])
+def test_a_learning_rate_that_is_set_before_each_step_costs_one_exchange_which_is_counted_and_the_overlap(
+    options: dict[str, float],
+) -> None:
+    """As in scripts that compute it from the number of steps, between backward and ``step()``."""
+
+    def follow(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 60)
+
+    def job(overlap: bool) -> list[tuple[dict[str, Any], list[int]]]:
+        def body(session: Session) -> Any:
+            sent: list[int] = []
+            done = train(
+                rank_of(session),
+                12,
+                wrap=DistributedZeroOneAdam,
+                before_step=follow,
+                watch=lambda o: sent.append(o.compression_report()["last_bytes_sent"]),
+                overlap=overlap,
+                hash_state=state_digest,
+                **options,
+            )
+            return done, sent
+
+        return run_ranks(2, body)
+
+    for (alone, sent), (found, sent_twice) in zip(job(False), job(True), strict=True):
+        assert found["digests"] == alone["digests"] and found["state"] == alone["state"]
+        assert alone["report"]["redone_steps"] == 0
+        overlaps = "max_grad_norm" in options  # nothing is posted before the ranks have the norm
+        assert found["report"]["redone_steps"] == (not overlaps) and found["report"]["overlap"] is overlaps
+        # The first step never overlaps, so the second one is exchanged again.
+        assert sent_twice == [sent[0], sent[1] if overlaps else 2 * sent[1], *sent[2:]]
+
+
 # Rare rows
 
 
