@@ -437,7 +437,7 @@ class CompressedOptimizer(HasRankState):
         try:
             self.outcome = self._driver.step(self._gradients.have_changed, before_take)
             self._placement.leave()
-            if self.outcome is StepOutcome.TAKE:
+            if self._has_masters and self.outcome is StepOutcome.TAKE:
                 self._masters.write()
         finally:
             self._forget()
@@ -479,15 +479,6 @@ class CompressedOptimizer(HasRankState):
         """Copies to masters what was written to their parameters."""
         if self._masters.follow() and self._stepper.begun and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)  # a coupled decay has read the masters
-
-    @contextlib.contextmanager
-    def _inner_may_step(self) -> Iterator[None]:
-        """Allows the wrapped optimizer's ``step``, which this class calls itself."""
-        self._inner_steps = True
-        try:
-            yield
-        finally:
-            self._inner_steps = False
 
     def _forget(self) -> None:
         self._gradients.forget()

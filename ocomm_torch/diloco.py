@@ -35,7 +35,13 @@ from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside, refus
 from ocomm_torch.parameters import copied, named, settings_of
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
-from ocomm_torch.wrapped import STEPPED, check_plain_optimizer, check_steps_without_closure, stand_for_inner
+from ocomm_torch.wrapped import (
+    STEPPED,
+    check_plain_optimizer,
+    check_steps_without_closure,
+    stand_for_inner,
+    step_without_hooks,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -269,11 +275,7 @@ class DiLoCo(HasRankState):
         is_finite = all_finite(inside(p.grad) for p in self._parameters if p.grad is not None)
         moves = self._driver.may_move(is_finite)
         if moves:
-            self._inner_steps = True
-            try:
-                self._inner.step()
-            finally:
-                self._inner_steps = False
+            step_without_hooks(self._inner)
         self._end(moves)
         return loss
 

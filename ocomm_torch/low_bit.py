@@ -35,7 +35,7 @@ from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.parameters import settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
-from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure
+from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure, step_without_hooks
 
 TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -290,11 +290,11 @@ class Optimizer(CompressedOptimizer):
     def _step_inner(self) -> None:
         masters = {index: self._masters.stepped[index] for index in self._masters.indices}
         try:
-            with self._inner_may_step(), self._masters.standing_in(self._inner):
+            with self._masters.standing_in(self._inner):
                 for index, master in masters.items():
                     grad = self._parameters[index].grad
                     master.grad = None if grad is None else grad.float()
-                self._inner.step()
+                step_without_hooks(self._inner)
         finally:
             for master in masters.values():
                 master.grad = None

@@ -22,6 +22,7 @@ from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
 from ocomm_torch.placement import FilePlacement
 from ocomm_torch.replicas import way_of
+from ocomm_torch.wrapped import step_without_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,8 +120,8 @@ class OneBitAdam(AdamWrapper):
                     tensor.grad = self._orders[index].shaped(flat, tensor.shape)
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_([stepped[t] for t in tensors], max_norm, foreach=False)
-            with self._inner_may_step(), self._masters.standing_in(self._inner):
-                self._inner.step()
+            with self._masters.standing_in(self._inner):
+                step_without_hooks(self._inner)
         finally:
             for tensor, grad in zip(stepped, local, strict=True):
                 tensor.grad = grad

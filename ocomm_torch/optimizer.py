@@ -25,7 +25,7 @@ from ocomm_torch.compression import CodesCompressor, Compression, Compressor, On
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.naming import NamesParameters, names_of
-from ocomm_torch.wrapped import STEPPED, guard_against_dropping
+from ocomm_torch.wrapped import STEPPED, StepGuard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -208,7 +208,7 @@ def _follow_steps(optimizer: torch.optim.Optimizer, wrapped: torch.optim.Optimiz
 
     wrapped.register_step_post_hook(after_step)
     if wrapped._is_distributed:
-        guard_against_dropping(optimizer, wrapped, DistributedOptimizer.__name__)
+        StepGuard(optimizer, wrapped, DistributedOptimizer.__name__, refuses=False)
 
 
 def _share_what_is_loaded(wrapped: torch.optim.Optimizer) -> None:

@@ -51,8 +51,6 @@ class HasRankState(CollectiveStep):
     #: The ranks that train together.
     process_set: ProcessSet
     _driver: Driver
-    #: True while this optimizer calls the ``step`` of the one that it wraps; others may not.
-    _inner_steps = False
     #: True while Torch adds the groups of the wrapped optimizer; no others may be added.
     _wrapping = False
 

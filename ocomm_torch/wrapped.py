@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,12 @@ OF_ANOTHER = (
     "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
     "requires_grad_(False)."
 )
-#: An attribute of a wrapped optimizer: the weak reference to what wraps it, until that has stepped.
+#: The attributes of an optimizer that hold the hooks around its steps.
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+#: An attribute of a wrapped optimizer: its last ``StepGuard``, until what wraps it has stepped.
 _AWAITED = "_ocomm_awaited"
 #: The attributes that a wrapped optimizer gets when what wraps it has stepped: for schedulers that were made with it,
-#: and for ``guard_against_dropping``.
+#: and for the ``StepGuard``.
 STEPPED = {"_opt_called": True, _AWAITED: None}
 
 
@@ -33,52 +36,67 @@ def frozen_error(name: str) -> InvalidRequestError:
     )
 
 
-def guard_against_dropping(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, kind: str) -> None:
-    """Makes a step of ``inner`` raise if ``outer``, which wraps it, is gone without a step: nobody has kept it, and
-    each rank would train alone. ``kind`` names it.
-    """
-    reference, itself = weakref.ref(outer), weakref.ref(inner)
-    setattr(inner, _AWAITED, reference)
+class StepGuard:
+    """A hook before steps that ``inner`` makes by itself, where ``outer``, which ``kind`` names, wraps it.
 
-    def before_step(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        # What wraps it may have the same hooks.
-        if stepping is itself() and getattr(stepping, _AWAITED) is reference and reference() is None:
+    Such a step raises if ``outer`` is gone without a step: nobody has kept it, and each rank would train alone. If the
+    guard ``refuses`` steps, it also raises as long as ``outer`` is there: replicas would differ for good.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, kind: str, refuses: bool) -> None:
+        self._inner, self._outer, self._kind = weakref.ref(inner), weakref.ref(outer), kind
+        self._refuses = refuses
+        setattr(inner, _AWAITED, self)
+        inner.register_step_pre_hook(self)
+
+    def __call__(self, stepping: torch.optim.Optimizer, *_: Any) -> None:
+        if stepping is not self._inner():  # what wraps it has the same hooks
+            return
+        name, kind = type(stepping).__name__, self._kind
+        if self._outer() is not None:
+            if self._refuses:
+                raise InvalidRequestError(
+                    f"step() of the {name} that {kind} wraps was called, which would move this rank's parameters only; "
+                    f"call step() of the {kind}."
+                )
+        elif getattr(stepping, _AWAITED) is self:
             raise InvalidRequestError(
-                f"the {kind} that wraps this {type(stepping).__name__} was not kept, so each rank would train alone. "
-                f"Keep it, and call its step(): optimizer = hvd.{kind}(optimizer, ...)."
+                f"the {kind} that wraps this {name} was not kept, so each rank would train alone. Keep it, and call "
+                f"its step(): optimizer = hvd.{kind}(optimizer, ...)."
             )
 
-    inner.register_step_pre_hook(before_step)
+    def remove(self) -> None:
+        """Allows steps from now on, unless ``outer`` is gone without one."""
+        self._refuses = False
 
 
 def stand_for_inner(optimizer: HasRankState, inner: torch.optim.Optimizer) -> list[Any]:
     """Makes the wrapped optimizer ``inner`` save the state of ``optimizer``, and refuse steps and loads by others.
-    Returns the handles of its hooks.
+    Returns the handles of its hooks. The hooks around a step are those of both, and run in steps of ``optimizer``.
     """
-    guard_against_dropping(inner, optimizer, f"Distributed{type(optimizer).__name__}")
+    for name in _STEP_HOOKS:
+        setattr(optimizer, name, getattr(inner, name))
     return [
-        inner.register_step_pre_hook(_guard_step(optimizer)),
+        StepGuard(inner, optimizer, f"Distributed{type(optimizer).__name__}", refuses=True),
         inner.register_load_state_dict_pre_hook(_guard_loading(optimizer)),
         inner.register_state_dict_post_hook(_whole_state(optimizer)),
     ]
 
 
-def _guard_step(optimizer: HasRankState) -> Callable[..., None]:
-    """Returns a hook for the wrapped optimizer that raises if its step is called by others: replicas would differ for
-    good.
-    """
-    reference = weakref.ref(optimizer)
-
-    def before_step(inner: torch.optim.Optimizer, *_: Any) -> None:
-        outer = reference()
-        if outer is not None and not outer._inner_steps:
-            kind = type(outer).__name__
-            raise InvalidRequestError(
-                f"step() of the {type(inner).__name__} that Distributed{kind} wraps was called, which would move this "
-                f"rank's parameters only; call step() of the Distributed{kind}."
-            )
-
-    return before_step
+def step_without_hooks(inner: torch.optim.Optimizer) -> None:
+    """Makes the step of a wrapped optimizer. Its hooks, and torch's of all optimizers, run in that of what wraps it."""
+    hooks = {name: getattr(inner, name) for name in _STEP_HOOKS}
+    inner.__dict__.update({name: OrderedDict() for name in _STEP_HOOKS})
+    try:
+        step, own = type(inner).step, vars(inner).get("step")
+        # A scheduler puts a step of its own on the object, which only notes that there was one.
+        noted = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is step
+        if getattr(step, "hooked", False) and (own is None or noted):
+            step.__wrapped__(inner)
+        else:
+            inner.step()
+    finally:
+        inner.__dict__.update(hooks)
 
 
 def _guard_loading(optimizer: HasRankState) -> Callable[..., None]:

@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from ocomm.api import Adasum, Average, Sum
@@ -23,9 +25,9 @@ from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.zero_one import DistributedZeroOneAdam
-from tests.frontends.every_kind import KINDS
+from tests.frontends.every_kind import KINDS, Kind
 from tests.frontends.onebit_jobs import backward, gradients
-from tests.frontends.test_torch_unusual_use import Parameters, make_parameters, one_step, run, values, wrap
+from tests.frontends.test_torch_unusual_use import Parameters, make_parameters, one_step, rank_of, run, values, wrap
 from tests.worlds import run_ranks
 
 # The wrapped optimizer's state
@@ -176,6 +178,60 @@ def test_torchs_adam_is_accepted_with_other_defaults_schedulers_hooks_and_profil
         DistributedOneBitAdam(made)
 
     run(body)
+
+
+WITH_INNER_STEPS = {
+    **KINDS,
+    "DiLoCo": Kind(DistributedDiLoCo, torch.optim.SGD, {"sync_every": 2}),
+    "int8": Kind(functools.partial(DistributedOptimizer, compression=Compression.int8)),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with a scheduler"])
+@pytest.mark.parametrize("kind", WITH_INNER_STEPS.values(), ids=WITH_INNER_STEPS.keys())
+def test_hooks_of_the_wrapped_optimizer_and_torchs_of_all_run_once_in_each_step(kind: Any, scheduled: bool) -> None:
+    """Such as one that clamps parameters, or follows them in an average."""
+    logs: dict[int, list[str]] = {}
+
+    def of_all(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        logs[id(stepping)].append("all")
+
+    def body(session: Session) -> tuple[list[str], list[float]]:
+        parameters = make_parameters()
+        ran: list[str] = []
+        lowest: list[float] = []
+
+        def clamp(*_: Any) -> None:
+            ran.append("clamp")
+            for parameter in parameters:
+                parameter.data.clamp_(min=0.01)
+
+        inner = kind.inner(parameters, lr=1e-2)
+        if scheduled:
+            with_a_scheduler(inner)
+        inner.register_step_post_hook(clamp)
+        optimizer = kind.wrapper(inner, **kind.options)
+        late = inner.register_step_pre_hook(lambda *_: ran.append("late"))
+        optimizer.register_step_pre_hook(lambda *_: ran.append("outer"))
+        logs[id(inner)] = logs[id(optimizer)] = ran
+        for step in range(1, 7):
+            if step == 4:
+                late.remove()
+            one_step(parameters, optimizer, step, rank_of(session))
+            lowest.append(min(parameter.min().item() for parameter in parameters))
+        with pytest.raises(InvalidRequestError, match=r"step\(\) of the .* wraps was called"):
+            inner.step()
+        return ran, lowest
+
+    handle = register_optimizer_step_post_hook(of_all)
+    try:
+        found = run_ranks(2, body)
+    finally:
+        handle.remove()
+    for ran, lowest in found:
+        assert ran[:12] == ["late", "outer", "clamp", "all"] * 3
+        assert {name: ran.count(name) for name in set(ran)} == {"late": 3, "outer": 6, "clamp": 6, "all": 6}
+        assert min(lowest) >= np.float32(0.01)
 
 
 # Options that are set, and parameters that are moved, after wrapping
