@@ -12,6 +12,8 @@ import torch
 
 from ocomm.api import rank
 from ocomm.errors import CheckpointError, InvalidRequestError, OcommError
+from ocomm.telemetry.units import amount
+from ocomm.training.notices import steps_by_kind
 from ocomm.training.resume import Source
 from ocomm_torch.auto import Auto
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
@@ -227,14 +229,16 @@ def load_saved_rank_states(optimizers: Sequence[Any], folder: str | os.PathLike[
 
 def summary(optimizer: Any) -> str:
     """Returns a sentence about what a wrapped optimizer has sent; "" if it does not count that, or was alone."""
+    if isinstance(optimizer, Auto):
+        optimizer = optimizer.optimizer  # which counts since it was chosen
     if not isinstance(optimizer, HasRankState):
         return ""
-    report = optimizer.compression_report()
-    if not report["ratio"]:
+    driver = optimizer._driver
+    traffic = driver.stepper.traffic
+    if not traffic.bytes_sent:
         return ""
-    sent, dense = (f"{report[name] / 1e6:.3g} MB" for name in ("bytes_sent", "bytes_dense"))
     return (
-        f"{type(optimizer).__name__}: {report['dense_steps'] + report['compressed_steps']} steps, "
-        f"{report['compressed_steps']} of them compressed; this rank has sent {sent}; dense averages are "
-        f"{dense}, {report['ratio']:.1f} times that."
+        f"{driver.name}: {steps_by_kind(traffic, driver.core.dense_bits)}; this rank has sent "
+        f"{amount(traffic.bytes_sent)}; dense averages would have been {amount(traffic.bytes_dense)}, "
+        f"{traffic.bytes_dense / traffic.bytes_sent:.1f} times that."
     )

@@ -50,6 +50,8 @@ class Traffic:
     #: Of dense and of compressed steps, without those at the start that had to end before anything could overlap.
     waited_dense: Waited = field(default_factory=Waited)
     waited_compressed: Waited = field(default_factory=Waited)
+    #: The kinds of exchange in the last step.
+    _kinds: set[type[Flow]] = field(default_factory=set)
 
     def count(
         self,
@@ -70,7 +72,9 @@ class Traffic:
             exposed_s: How long ``step()`` has waited for its exchange.
             overlaps: Whether it overlapped as later ones do.
         """
-        kinds = {kind for kind in (CompressedFlow, DenseFlow, NodeFlow) for flow in flows if isinstance(flow, kind)}
+        kinds = self._kinds = {
+            kind for kind in (CompressedFlow, DenseFlow, NodeFlow) for flow in flows if isinstance(flow, kind)
+        }
         across = sum([one.across for one in sent])
         self.last_exposed_s = exposed_s
         self.exposed_s += exposed_s
@@ -123,7 +127,11 @@ class Traffic:
         """Takes back that the last exchange was a step, because it belongs to one that was counted already.
         ``bytes_dense`` is what a dense step sends.
         """
+        kinds = self._kinds
         self.steps -= 1
+        self.compressed_steps -= CompressedFlow in kinds
+        self.dense_steps -= DenseFlow in kinds and CompressedFlow not in kinds
+        self.local_steps -= kinds <= {NodeFlow}
         self.bytes_dense -= bytes_dense
 
     def count_wait(self, seconds: float) -> None:

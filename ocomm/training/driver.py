@@ -188,7 +188,7 @@ class Driver:
         return stepper
 
     def _begin_notices(self) -> Notices:
-        notices = follow(self.session, self.name, self.stepper.traffic, self.why_dense)
+        notices = follow(self.session, self.name, self.stepper.traffic, self.why_dense, self.core.dense_bits)
         hosts = self.session.require_topology().hosts
         where = place([hosts[rank] for rank in self._ranks], self.session.network, self.on_devices)
         notices.begin(where, self.core.layout.numel, self.plan())

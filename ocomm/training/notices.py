@@ -40,18 +40,25 @@ def place(hosts: Sequence[str], network: str, is_on_devices: bool) -> str:
     return f"{len(hosts)} ranks on {where}, {network}, parameters {'on GPUs' if is_on_devices else 'in host memory'}"
 
 
-def totals(traffic: Traffic) -> str:
-    """Returns the steps of a run by kind, its bytes, and how long it has waited."""
+def steps_by_kind(traffic: Traffic, dense_bits: int = 32) -> str:
+    """Returns the steps of a run, such as "9 steps (2 dense, 7 compressed)". ``dense_bits`` are those of an element in
+    a dense step.
+    """
     kinds = {
-        "dense": traffic.dense_steps,
+        "dense" if dense_bits == 32 else f"dense in {dense_bits} bits": traffic.dense_steps,
         "compressed": traffic.compressed_steps,
         "local": traffic.local_steps,
         "skipped": traffic.skipped_steps,
         "exchanged twice": traffic.redone_steps,
     }
     steps = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
+    return f"{traffic.steps} steps ({steps})"
+
+
+def totals(traffic: Traffic, dense_bits: int = 32) -> str:
+    """Returns the steps of a run by kind, its bytes, and how long it has waited."""
     ratio = traffic.bytes_dense / traffic.bytes_sent if traffic.bytes_sent else 1.0
-    text = f"{traffic.steps} steps ({steps}). This rank sent {amount(traffic.bytes_sent)}"
+    text = f"{steps_by_kind(traffic, dense_bits)}. This rank sent {amount(traffic.bytes_sent)}"
     text += f" instead of {amount(traffic.bytes_dense)}, {ratio:.3g} times fewer" if ratio >= 1.05 else ""
     text += f". step() waited {traffic.exposed_s:.1f} s for exchanges"
     dense, compressed = traffic.waited_dense, traffic.waited_compressed
@@ -87,12 +94,14 @@ class Notices:
         traffic: Its counters, which others write.
         why_dense: ``why_dense(steps)`` returns why none of so many steps was compressed, and what to change; None for
             an optimizer without a warm-up.
+        dense_bits: Bits per element of a dense step.
         speaks: Whether the lines at the start and when compression begins are said.
     """
 
     name: str
     traffic: Traffic
     why_dense: Callable[[int], str] | None
+    dense_bits: int = 32
     speaks: bool = True
     #: Number of steps taken, with those before a saved state was loaded.
     steps: int = 0
@@ -122,7 +131,7 @@ class Notices:
         """Says what the run has sent and waited for; warns if nothing was compressed, or if that did not pay."""
         if not self.traffic.steps:
             return
-        _log.log(NOTICE, "%s: %s", self.name, totals(self.traffic))
+        _log.log(NOTICE, "%s: %s", self.name, totals(self.traffic, self.dense_bits))
         if self.why_dense is not None and not self.traffic.compressed_steps and self.steps:
             _log.warning("%s: %s", self.name, self.why_dense(self.steps))
         elif text := loss(self.traffic):
@@ -184,8 +193,10 @@ def follow_dense(
     return notices
 
 
-def follow(session: Session, name: str, traffic: Traffic, why_dense: Callable[[int], str] | None) -> Notices:
+def follow(
+    session: Session, name: str, traffic: Traffic, why_dense: Callable[[int], str] | None, dense_bits: int
+) -> Notices:
     """Returns the notices of a new optimizer, which ``session`` calls when it ends."""
-    notices = Notices(name, traffic, why_dense, speaks=len(session.at_end) < _SPEAKERS)
+    notices = Notices(name, traffic, why_dense, dense_bits, speaks=len(session.at_end) < _SPEAKERS)
     session.at_end.append(notices)
     return notices

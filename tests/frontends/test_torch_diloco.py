@@ -283,6 +283,8 @@ def test_finish_syncs_the_incomplete_period_and_makes_the_anchors_the_parameters
         assert digest([*run.values, *run.anchors]) == expected
         report = run.optimizer.compression_report()
         assert report["synced"] and report["step"] == steps and report["stage"] == "local"
+        # What finish() exchanges is no step.
+        assert report["dense_steps"] + report["compressed_steps"] + report["local_steps"] == steps
         run.optimizer.finish()
         assert digest([*run.values, *run.anchors]) == expected, "nothing was left to sync"
         run.train(steps + 1, steps + 6)

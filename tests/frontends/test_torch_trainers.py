@@ -14,6 +14,7 @@ from ocomm.errors import CheckpointError, InvalidRequestError, LaunchError
 from ocomm.session import Session
 from ocomm_torch import trainers
 from ocomm_torch.accelerate import keep_rank_states
+from ocomm_torch.compression import Compression
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.onebit_jobs import digest
@@ -128,6 +129,37 @@ def test_a_trainer_clips_averages_only() -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kinds"),
+    [
+        ("onebit_adam", {"freeze_step": 2}, "DistributedOneBitAdam: 9 steps (2 dense, 7 compressed); "),
+        ("onebit_adam", {"freeze_step": 9, "dense_bits": 8}, "DistributedOneBitAdam: 9 steps (9 dense in 8 bits); "),
+        (
+            "zero_one_adam",
+            {"local_step_start": 2, "local_step_doubling": 3, "local_step_clip": 2, "total_steps": 9},
+            "DistributedZeroOneAdam: 9 steps (1 dense, 6 compressed, 2 local); ",
+        ),
+        ("dense", {"compression": Compression.int8}, "DistributedOptimizer: 9 steps (9 dense in 8 bits); "),
+        ("dense", {}, ""),
+    ],
+)
+def test_the_last_line_counts_each_step_and_names_the_optimizer_as_users_do(
+    name: str, options: dict[str, Any], kinds: str
+) -> None:
+    def body(session: Session) -> None:
+        module = model()
+        optimizer = wrapped(module, name, options=options)
+        for step in range(9):
+            optimizer.zero_grad()
+            loss(module, step).backward()
+            optimizer.step()
+        said = trainers.summary(optimizer)
+        assert said.startswith(kinds) and bool(said) == bool(kinds)
+        assert not said or ("this rank has sent " in said and "; dense averages would have been " in said)
+
+    run_ranks(2, body)
+
+
 def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
     files: dict[int, Any] = {}
 
@@ -150,7 +182,6 @@ def test_rank_states_are_found_again_and_a_wrong_file_is_named() -> None:
         saved = {name: p.clone() for name, p in whole.state_dict().items()}, optimizer.state_dict()
         files[rank()] = trainers.rank_states([optimizer])
         expected = train(optimizer, whole, range(5, 9))
-        assert "OneBitAdam: 9 steps, 7 of them compressed; this rank has sent" in trainers.summary(optimizer)
 
         resumed = model()
         resumed.load_state_dict(saved[0])

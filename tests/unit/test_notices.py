@@ -55,6 +55,13 @@ def test_steps_that_were_skipped_local_or_exchanged_twice_are_counted() -> None:
     assert totals(traffic).startswith("9 steps (5 compressed, 4 local, 2 skipped, 1 exchanged twice).")
 
 
+def test_dense_steps_in_few_bits_say_so() -> None:
+    traffic = Traffic(steps=9, dense_steps=4, compressed_steps=5, bytes_sent=2_500_000, bytes_dense=9e6)
+    assert totals(traffic, 8).startswith(
+        "9 steps (4 dense in 8 bits, 5 compressed). This rank sent 2.5 MB instead of 9 MB, 3.6 times fewer."
+    )
+
+
 @pytest.mark.parametrize(
     ("traffic", "is_lost"),
     [
