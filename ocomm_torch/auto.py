@@ -26,6 +26,7 @@ from ocomm.optim.stepper import StepOutcome
 from ocomm.predict.methods import EXACT, METHODS, Candidate, Method, Place, candidates, duration, fastest, table
 from ocomm.predict.model import Training
 from ocomm.predict.probe import measure
+from ocomm.telemetry.log import NOTICE
 from ocomm_torch import loss_scaling
 from ocomm_torch.adam import AdamWrapper, wrappable
 from ocomm_torch.checkpoint import to_numpy
@@ -274,7 +275,7 @@ class Auto(HasRankState):
         # Numbers are equal on all ranks; a choice that was not would be a job that hangs.
         name, self.decision = api.broadcast_object((chosen.method.name, said), 0, name="auto.decision")
         if api.rank() == 0:
-            _log.info(said)
+            _log.log(NOTICE, "%s", said)
         self._is_decided = True
         if name != self.method.name:
             self._use(_BY_NAME[name])

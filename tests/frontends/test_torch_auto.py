@@ -16,6 +16,7 @@ from ocomm.predict import methods
 from ocomm.predict.model import CodecTimes, Network
 from ocomm.predict.probe import Probe
 from ocomm.session import Session
+from ocomm.telemetry.log import NOTICE
 from ocomm_torch import auto, trainers
 from tests.frontends.onebit_jobs import digest, gradients, initial
 from tests.frontends.test_torch_onebit import rank_of
@@ -113,6 +114,21 @@ def test_after_four_steps_the_known_method_takes_over(method: str, network: floa
         if method not in STEPS_LOCALLY:
             assert other[0] == found
     assert f"DistributedAuto: {method}, " in decision and decision.count("\n") == len(methods.METHODS)
+
+
+@pytest.mark.skipif(MPI_SIZE > 0, reason="rank 0's log is another process's")
+def test_rank_0_says_the_decision_among_the_lines_that_every_run_has(
+    network: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> str:
+        run = Run(rank_of(session))
+        run.train(1, auto.MEASURED_STEPS)
+        return str(run.optimizer.decision)
+
+    with caplog.at_level(NOTICE, "ocomm"):
+        decision, _ = run_ranks(2, body)
+    said = [record.getMessage() for record in caplog.records if record.levelno == NOTICE]
+    assert decision and said.count(decision) == 1
 
 
 @pytest.mark.parametrize("network", [FAST], indirect=True)
