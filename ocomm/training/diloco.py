@@ -311,6 +311,14 @@ class DiLoCoDriver(Driver):
         self._overlap_from_the_start()
         self.core.forget()
 
+    @property
+    def reset_text(self) -> str:
+        text = (
+            "all ranks go on from the anchors, with the wrapped optimizer's state that is in state_dict(): each rank's "
+            "own state of it is lost, and so are its steps since the last sync"
+        )
+        return text if self._chosen.bits == 32 else f"{text}; errors start at zero"
+
     def state(self, masters: Sequence[int] = ()) -> dict[str, Any]:
         self._take_first_anchors()
         return super().state(masters)

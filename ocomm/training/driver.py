@@ -464,8 +464,7 @@ class Driver:
             )
         if self.rank_state_due and self.steps and self.core.has_rank_state and self.core.rank == 0:
             _log.warning(
-                "%s: load_rank_state_dict was not called after load_state_dict: errors start at zero on all ranks.",
-                self.name,
+                "%s: load_rank_state_dict was not called after load_state_dict: %s.", self.name, self.reset_text
             )
         self._at_start = self.rank_state_due = False
 
@@ -655,6 +654,11 @@ class Driver:
             raise InvalidRequestError(
                 f"{self.name}: {what} was called between backward and step(); take the step or call zero_grad() first."
             )
+
+    @property
+    def reset_text(self) -> str:
+        """What happens where a run goes on without its rank states, in words."""
+        return "errors start at zero on all ranks"
 
     @property
     def replica(self) -> str:

@@ -53,6 +53,11 @@ class Resumable(Protocol):
         ...
 
     @property
+    def reset_text(self) -> str:
+        """What happens where the run goes on without its rank states, in words."""
+        ...
+
+    @property
     def replica(self) -> str:
         """A hash of the replica, the same on all ranks that hold the same."""
         ...
@@ -217,7 +222,7 @@ def load_rank_states(driver: Resumable, source: Source) -> dict[str, Any]:
     if how == "reset":
         core.reset_rank_state()
         if speaks:
-            _log.warning("%s: errors start at zero on all ranks: %s", driver.name, why)
+            _log.warning("%s: %s: %s", driver.name, driver.reset_text, why)
         return {"rank_state": how, "why": why}
     assert mine.state is not None
     core.load_rank_state(mine.state)

@@ -384,6 +384,34 @@ def test_without_rank_states_all_ranks_go_on_from_the_anchors() -> None:
     assert first == second
 
 
+@pytest.mark.skipif(MPI_SIZE > 0, reason="rank 0's log is another process's")
+@pytest.mark.parametrize("loads", [False, True], ids=["not loaded", "missing"])
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_run_without_its_rank_states_says_what_is_lost(
+    bits: int, loads: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        run = Run(rank_of(session), sync_every=3, bits=bits)
+        run.train(1, 4)
+        state = hvd.broadcast_object(run.optimizer.state_dict(), 0)
+        other = Run(rank_of(session), sync_every=3, bits=bits)
+        other.optimizer.load_state_dict(state)
+        if loads:
+            other.optimizer.load_rank_state_dict(None)
+        other.train(5, 6)
+
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        run_ranks(2, body)
+    before = "" if loads else "load_rank_state_dict was not called after load_state_dict: "
+    text = (
+        "all ranks go on from the anchors, with the wrapped optimizer's state that is in state_dict(): each rank's own "
+        "state of it is lost, and so are its steps since the last sync"
+    )
+    text += ("" if bits == 32 else "; errors start at zero") + (":" if loads else ".")
+    (said,) = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
+    assert f": {before}{text}" in said
+
+
 def test_the_states_of_another_number_of_ranks_are_their_mean() -> None:
     def save(session: Session) -> tuple[Any, Any, list[np.ndarray]]:
         run = Run(rank_of(session), sync_every=3, bits=1)
