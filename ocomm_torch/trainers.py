@@ -66,7 +66,7 @@ def wrap(
     """Wraps the optimizer that a trainer has made, with what the trainer knows beside the user's options. Collective.
 
     Args:
-        wrapper: One of ``WRAPPERS``, or a function with the same arguments. One with ``**kwargs`` gets all of them.
+        wrapper: One of ``WRAPPERS``, or a function with the same arguments.
         optimizer: The plain optimizer.
         named_parameters: (name, parameter) of the model. What the optimizer has beside them, such as the parameters of
             a loss, gets rank 0's values and is named by position.
@@ -89,11 +89,10 @@ def wrap(
     if others:  # a trainer makes the replicas of its model alike, and knows of nothing else
         broadcast_parameters(others, root_rank=0)
     known = inspect.signature(wrapper).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     chosen = dict(options)
     if (
         max_grad_norm
-        and (takes_all or "max_grad_norm" in known)
+        and "max_grad_norm" in known
         and chosen.setdefault("max_grad_norm", max_grad_norm) != max_grad_norm
     ):
         raise InvalidRequestError(
@@ -101,8 +100,7 @@ def wrap(
             f"{setting}. Leave one of them out."
         )
     # Where the user says when compression begins, that counts.
-    takes_steps = takes_all or "total_steps" in known
-    if takes_steps and "total_steps" not in chosen and chosen.get("freeze_step", "auto") == "auto":
+    if "total_steps" in known and "total_steps" not in chosen and chosen.get("freeze_step", "auto") == "auto":
         chosen["total_steps"] = total_steps()
     return wrapper(optimizer, named + others, **chosen)
 

@@ -60,24 +60,6 @@ def test_what_a_trainer_knows_is_used_unless_the_user_says_otherwise() -> None:
     run_ranks(1, body)
 
 
-def test_a_function_with_kwargs_gets_what_a_trainer_knows() -> None:
-    def body(session: Session) -> None:
-        module = model()
-        adam = torch.optim.Adam(module.parameters(), lr=1e-2)
-        optimizer = trainers.wrap(
-            lambda inner, named, **given: DistributedOneBitAdam(inner, named, **given),
-            adam,
-            module.named_parameters(),
-            {},
-            total_steps=lambda: 50,
-            max_grad_norm=0.5,
-            setting="the Trainer",
-        )
-        assert optimizer._driver.options["total_steps"] == 50 and optimizer.max_grad_norm == 0.5
-
-    run_ranks(1, body)
-
-
 @pytest.mark.parametrize("name", ["onebit_adam", "dense"])
 def test_a_parameter_of_the_loss_is_trained_alike_on_all_ranks(name: str) -> None:
     def body(session: Session) -> str:
