@@ -93,7 +93,7 @@ class HasRankState(CollectiveStep):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InvalidRequestError(
             f"Distributed{type(self).__name__} cannot be copied or pickled: it holds connections to the other ranks. "
-            "Save its state_dict(), and load it into a new one."
+            "Save or send its state_dict(), and load it into a new one; of a scheduler that holds it, the scheduler's."
         )
 
     def reconnect(self, keep: bool = True) -> None:

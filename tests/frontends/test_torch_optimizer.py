@@ -520,8 +520,8 @@ class TestRules:
             with pytest.raises(InvalidRequestError) as raised:
                 duplicate(optimizer)
             assert str(raised.value) == (
-                "a distributed SGD cannot be copied or pickled: it holds connections to the other ranks. Save its "
-                "state_dict(), and load it into a new one."
+                "a distributed SGD cannot be copied or pickled: it holds connections to the other ranks. Save or "
+                "send its state_dict(), and load it into a new one; of a scheduler that holds it, the scheduler's."
             )
 
         run_ranks(1, body)

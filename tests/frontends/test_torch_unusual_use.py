@@ -659,7 +659,7 @@ def test_an_optimizer_cannot_be_copied_and_the_error_says_what_to_do(duplicate: 
             duplicate(optimizer)
         assert str(raised.value) == (
             "DistributedOneBitAdam cannot be copied or pickled: it holds connections to the other ranks. "
-            "Save its state_dict(), and load it into a new one."
+            "Save or send its state_dict(), and load it into a new one; of a scheduler that holds it, the scheduler's."
         )
 
     run(body)
