@@ -54,10 +54,19 @@ def broadcast(
 
 @collective(SHARE, value=_VALUE, op=AVERAGE_OR_SUM)
 def reducescatter(
-    value: Any, name: str | None = None, op: int = Average, *, process_set: ProcessSet = global_process_set
+    value: Any,
+    name: str | None = None,
+    op: int = Average,
+    *,
+    compression: type[Compressor] = Compression.none,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces a value over the ranks and gives each rank a part of the rows of the result. Collective."""
-    return _evaluated(mpi_ops.reducescatter(value, op=op, name=_free(name), process_set=process_set), value)
+    factors = prescale_factor, postscale_factor
+    result = mpi_ops.reducescatter(value, "", compression, op, _free(name), process_set, False, *factors)
+    return _evaluated(result, value)
 
 
 @collective()
