@@ -341,7 +341,7 @@ def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Opt
     is not.
     """
     check_plain_optimizer(optimizer, wrapper)
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+    if not isinstance(optimizer, ADAMS):
         refuse_other(type(optimizer).__name__, isinstance(optimizer, torch.optim.SGD), wrapper, "torch.optim")
     # Torch's hooks, profilers and schedulers wrap step(), and have the original as an attribute.
     step = inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step))
@@ -354,5 +354,7 @@ def wrappable(optimizer: torch.optim.Optimizer, wrapper: str) -> torch.optim.Opt
     return optimizer
 
 
+#: The classes that 1-bit Adam, 1-bit LAMB and 0/1 Adam wrap.
+ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 #: Torch's own steps, without the hooks that it puts around them.
-_STEPS = {inspect.unwrap(kind.step) for kind in (torch.optim.Adam, torch.optim.AdamW)}
+_STEPS = {inspect.unwrap(kind.step) for kind in ADAMS}

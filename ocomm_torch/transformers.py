@@ -16,6 +16,7 @@ import ocomm_torch as hvd
 from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
 from ocomm_torch import trainers
+from ocomm_torch.adam import ADAMS
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.rank_states import HasRankState
 
@@ -23,9 +24,9 @@ TrainerCallback: Any = transformers.TrainerCallback
 _CLIPPING = "max_grad_norm of TrainingArguments"
 #: The classes that an optimizer wraps; others wrap any.
 _WRAPPED: Mapping[Any, tuple[type, ...]] = {
-    hvd.DistributedOneBitAdam: (torch.optim.Adam, torch.optim.AdamW),
-    hvd.DistributedOneBitLamb: (torch.optim.Adam, torch.optim.AdamW),
-    hvd.DistributedZeroOneAdam: (torch.optim.Adam, torch.optim.AdamW),
+    hvd.DistributedOneBitAdam: ADAMS,
+    hvd.DistributedOneBitLamb: ADAMS,
+    hvd.DistributedZeroOneAdam: ADAMS,
     hvd.DistributedEFSGD: (torch.optim.SGD,),
 }
 

@@ -133,6 +133,8 @@ def test_variables_of_a_session_are_those_of_its_graph() -> None:
                 state.sync()
                 assert state.batch == 0 and np.concatenate(own.run(variables)).tolist() == [0.0, 0.0]
                 own.run([v1.assign_add(v, [5.0]) for v in variables])
+                state.restore()
+                assert np.concatenate(own.run(variables)).tolist() == [0.0, 0.0]
             with v1.Session() as own:
                 own.run(v1.global_variables_initializer())
                 hvd.elastic.TensorFlowState(variables[:1], own).load_replicated({"variables": [[7.0]], "values": {}})
