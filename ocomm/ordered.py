@@ -351,6 +351,7 @@ class OrderedChannel:
         if ticket.state < State.DONE:
             late = [self.ranks[rank] for rank in self._channel.waiting_for()]
             self._channel.abandon()
+            self._watch.interrupt(self._watch.name, f"has waited no longer than {seconds:g} s for {what}")
             raise StallError(
                 f"{what} was not over within the timeout of {seconds:g} s; rank(s) {late} have not sent their part."
             )

@@ -451,7 +451,15 @@ class Session:
             return {**joined, **runtime.departed()}
 
         warn_s = self.settings.stall_check_s if self.settings.stall_check else 0.0
-        return Watch(failure, departed, warn_s, f"{name} {number}", runtime.waits, runtime.is_serving)
+        return Watch(
+            failure,
+            departed,
+            warn_s,
+            f"{name} {number}",
+            runtime.waits,
+            runtime.is_serving,
+            interrupt=runtime.interrupt,
+        )
 
     def agree(self, number: int, name: str, detail: str) -> None:
         """Waits until all ranks of the set say the same ``detail`` about ``name``. Raises MismatchError if they do

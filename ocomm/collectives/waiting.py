@@ -27,6 +27,8 @@ EQUALLY_MANY = {
     "fit(dataset.repeat(), steps_per_epoch=...). Put MetricAverageCallback before EarlyStopping, so that all ranks "
     "stop together.",
 }
+#: What to do after a step that was interrupted on one rank.
+INTERRUPTED = "Wrap the optimizer anew, and load a state, on all ranks."
 
 
 class Wait(NamedTuple):
@@ -48,6 +50,7 @@ class Waits:
     - ``waiting``: the threads that have waited for a second.
     - ``begun``: how many exchanges of each name have begun.
     - ``hopeless``: those of ``waiting`` that will wait for ever, and why.
+    - ``interrupted``: by name, the ranks that take no part any more in exchanges of it, and why.
     - ``enclosed``: threads of a framework's pool that make a step for a user's thread, which waits for them. Nothing
       else in the framework can submit before they are done.
     """
@@ -55,6 +58,7 @@ class Waits:
     waiting: dict[int, Wait] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     hopeless: dict[int, str] = field(default_factory=dict)
+    interrupted: dict[str, dict[int, str]] = field(default_factory=dict)
     enclosed: set[int] = field(default_factory=set)
 
 
@@ -74,6 +78,8 @@ class Watch:
     #: Returns True if there is a thread that runs the engine.
     is_served: Callable[[], bool] = lambda: True
     framework: str = "torch"
+    #: ``interrupt(name, why)`` tells all ranks that this one takes no part any more in exchanges of ``name``.
+    interrupt: Callable[[str, str], None] = lambda name, why: None
 
 
 def wait(
@@ -103,7 +109,8 @@ def wait(
             if (why := waits.hopeless.get(me)) is not None:
                 channel.abandon()
                 raise StallError(why)
-            departed = {rank: how for rank, how in watch.departed().items() if rank in late}
+            interrupted = dict(watch.waits.interrupted.get(watch.name, {}))
+            departed = {rank: how for rank, how in {**interrupted, **watch.departed()}.items() if rank in late}
             if not departed:
                 owing_since = None
             elif owing_since is None:
@@ -112,6 +119,8 @@ def wait(
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
                 advice = EQUALLY_MANY[watch.framework] if is_step else "All ranks must make the same calls."
+                if interrupted.keys() >= departed.keys():
+                    advice = INTERRUPTED if is_step else "Make a new group on all ranks."
                 raise PeerError(f"{what} cannot end: {reasons}. {advice}")
             if watch.stall_check_s and now - warned >= watch.stall_check_s:
                 warned = now

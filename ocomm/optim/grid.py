@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ocomm.collectives.engine import State
 from ocomm.collectives.waiting import wait
-from ocomm.errors import MismatchError, PeerError
+from ocomm.errors import MismatchError, OcommError, PeerError
 from ocomm.optim.disagreement import disagreement
 from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.optim.vote import Round
@@ -131,15 +131,15 @@ class GridVote:
         said = zip(self._round.segment_header.gradients(), self._grid.places, strict=True)
         return f"[{', '.join(f'{rank - 1} ({place})' for rank, place in said if rank)}]"
 
-    def give_up(self, step: int, attempt: int, is_told: bool) -> None:
-        """Ends the votes, because a step has failed. ``is_told``: the other parts hear that this one has, in a round
-        for which nobody waits here; else this rank was interrupted, and the channel ends.
+    def give_up(self, step: int, attempt: int, error: BaseException) -> None:
+        """Ends the votes, because a step has failed with ``error``. If all ranks of this part have that error, other
+        parts hear of it in a round for which nobody waits here. If this rank was interrupted, the channel ends.
         """
         if self._is_over:
             return
         self._is_over = True
-        if is_told:
+        if isinstance(error, OcommError):
             self._write(step, attempt, int(Flag.RAISED), 0.0, 0)
             self._wire.channel.submit(self._round.prepared, self._wire.timeout_s, False)
         else:
-            self._wire.channel.abandon()
+            self._wire.interrupt(error)

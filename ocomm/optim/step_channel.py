@@ -88,6 +88,11 @@ class StepChannel:
         """Returns the error of a plan that has failed, as ``collectives.outcome.explain`` does."""
         return explain(ticket, self.channel, self.ranks, what, self.timeout_s, mismatch=mismatch, device=device)
 
+    def interrupt(self, error: BaseException) -> None:
+        """Ends the channel on this rank, because ``error`` has interrupted it, and tells the other ranks."""
+        self.channel.abandon()
+        self.watch.interrupt(self.watch.name, f"was interrupted by {type(error).__name__}")
+
     def give_up(self, why: str) -> None:
         """Ends the node's bridge, because some rank may have been ready for a transfer that this rank will not make."""
         if self.intra_node is not None and self.intra_node.bridge is not None:

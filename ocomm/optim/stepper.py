@@ -531,9 +531,9 @@ class Stepper:
         round, in which the other parts hear of it.
         """
         if self._grid is not None:
-            self._grid.give_up(self.step + 1, attempt, is_told=isinstance(error, OcommError))
+            self._grid.give_up(self.step + 1, attempt, error)
         if not isinstance(error, OcommError):
-            self.wire.channel.abandon()
+            self.wire.interrupt(error)
             error = HorovodInternalError(
                 f"{self.name}: a step was interrupted by {type(error).__name__}, so this rank may have missed what the "
                 "others have done. Wrap the optimizer anew, and load a state on all ranks."

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ class Runtime:
         self.waits = Waits()
         world.link.before_departure = self._pass_on_all
         self._deadlock = Deadlock(world, lambda: self._sets, self.waits, settings.deadlock_s, clock)
+        self._interrupted: deque[tuple[str, str]] = deque()  # (name, why); any thread appends
         self._leaving: tuple[bool, str] | None = None  # (failed, why), set by the user's thread
         self._left = False
         self._gone: dict[int, tuple[bool, str]] = {}
@@ -116,6 +118,13 @@ class Runtime:
         thread.
         """
         return {rank: _how(why) for rank, (_, why) in self._gone.copy().items()}
+
+    def interrupt(self, name: str, why: str) -> None:
+        """Tells all ranks that this one takes no part any more in exchanges of ``name``, so that none waits for it.
+        Does not wait. May be called from any thread.
+        """
+        self._interrupted.append((name, why))
+        self.engine.wake()
 
     def leave(self, failed: bool = False, why: str = "shut down") -> bool:
         """Takes this rank out of the job and ends the thread. Returns True if every rank has left in order.
@@ -182,6 +191,7 @@ class Runtime:
         for process_set in self._sets:
             while (message := process_set.link.receive()) is not None:
                 self._hear(process_set, *message)
+        self._tell_interrupted()
         now = self.clock()
         if now - self._beat_s >= self._heartbeat_s:
             self._beat(now)
@@ -210,6 +220,8 @@ class Runtime:
                 self._hear_departure(source, word, payload)
             elif word in (MessageType.BLOCKED, MessageType.CONFIRM, MessageType.STUCK):
                 self._deadlock.hear(source, word, payload)
+            elif word in (MessageType.INTERRUPTED, MessageType.ENDED):
+                self._hear_interrupted(source, word, payload)
             elif word == MessageType.COUNTERS:
                 if self.exporter is not None:
                     self.exporter.hear(source, payload)
@@ -222,6 +234,26 @@ class Runtime:
                 f"rank {self.world.rank}: the background thread failed at the message {word.name} of {len(payload)} "
                 f"bytes from rank {process_set.ranks[source]}: {in_words(error)}"
             ) from error
+
+    def _tell_interrupted(self) -> None:
+        while self._interrupted:
+            said = self.world.rank, *self._interrupted.popleft()
+            if self.world.rank == 0:
+                self._note_interrupted(*said)
+            else:
+                self.world.link.send_up(MessageType.INTERRUPTED, json.dumps(said).encode())
+
+    def _hear_interrupted(self, source: int, word: MessageType, payload: bytes) -> None:
+        said = expect(json_values.parse(payload), list)
+        if len(said) != 3 or (word == MessageType.INTERRUPTED and said[0] != source):
+            raise ValueError("no news of exchanges that a rank has ended")
+        self._note_interrupted(json_values.rank(said[0], self.world.size), expect(said[1], str), expect(said[2], str))
+
+    def _note_interrupted(self, rank: int, name: str, why: str) -> None:
+        """Notes that a rank takes no part any more in exchanges of ``name``; rank 0 tells the others."""
+        self.waits.interrupted[name] = {**self.waits.interrupted.get(name, {}), rank: why}
+        if self.world.rank == 0:
+            self.world.link.send_down(MessageType.ENDED, json.dumps([rank, name, why]).encode())
 
     def _beat(self, now: float) -> None:
         """Sends signs of life to the neighbours in the tree, and checks theirs. A rank that is silent longer than the

@@ -35,10 +35,12 @@ class MessageType(enum.IntEnum):
     AGGREGATE = 14  # towards the coordinator: what this rank and those below it want
     COUNTERS = 15  # to rank 0: this rank's counters
     RELAY = 16  # to rank 0: a message of another rank
+    INTERRUPTED = 17  # to rank 0: this rank takes no part any more in exchanges of a name, and why
+    ENDED = 18  # from rank 0: which rank takes no part any more in which exchanges
 
 
 #: Messages to all ranks, which every rank passes on to its children.
-_FOR_ALL = frozenset({MessageType.RESPOND, MessageType.GONE, MessageType.CONFIRM, MessageType.STUCK})
+_FOR_ALL = frozenset({MessageType.RESPOND, MessageType.GONE, MessageType.CONFIRM, MessageType.STUCK, MessageType.ENDED})
 _RELAY = struct.Struct("<IB")  # origin, type
 #: What a rank says of itself as long as it takes part.
 _OF_MEMBERS = frozenset(
@@ -49,6 +51,7 @@ _OF_MEMBERS = frozenset(
         MessageType.BLOCKED,
         MessageType.RELEASED,
         MessageType.COUNTERS,
+        MessageType.INTERRUPTED,
     }
 )
 #: Messages that a deadlock cannot have on the way (``deadlock``).

@@ -20,7 +20,7 @@ from ocomm.operations import add_process_set, remove_process_set
 from ocomm.runtime import bystanders
 from ocomm.session import Session
 from ocomm.types import Settings
-from ocomm_torch.functions import broadcast_optimizer_state
+from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.every_kind import KINDS
@@ -510,11 +510,12 @@ def test_the_wrapped_optimizers_own_step_is_refused_before_it_sets_the_replicas_
     assert run(body) == plain(2)
 
 
+def raises_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("when", ["while it waits", "while parameters move"])
 def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def body(rank: int) -> None:
         parameters = make_parameters()
         optimizer = wrap(parameters)
@@ -529,7 +530,7 @@ def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
             raised = ctypes.py_object(KeyboardInterrupt)
             threading.Timer(0.2, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, raised)).start()
         else:
-            optimizer._inner.step = interrupt
+            optimizer._inner.step = raises_interrupt
         with pytest.raises(KeyboardInterrupt):
             one_step(parameters, optimizer, 2, rank)
         broadcast_object("interrupted", 0)
@@ -540,6 +541,31 @@ def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
                 "DistributedOneBitAdam: a step was interrupted by KeyboardInterrupt, so this rank may have missed what "
                 "the others have done. Wrap the optimizer anew, and load a state on all ranks."
             )
+
+    run(body)
+
+
+def test_the_others_hear_of_a_step_that_was_interrupted() -> None:
+    def body(rank: int) -> None:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        if rank == 0:
+            optimizer._inner.step = raises_interrupt
+            with pytest.raises(KeyboardInterrupt):
+                one_step(parameters, optimizer, 2, rank)
+        else:
+            one_step(parameters, optimizer, 2, rank)
+            with pytest.raises(PeerError) as error:
+                one_step(parameters, optimizer, 3, rank)
+            assert str(error.value) == (
+                "DistributedOneBitAdam: step 3 cannot end: rank 0 was interrupted by KeyboardInterrupt. Wrap the "
+                "optimizer anew, and load a state, on all ranks."
+            )
+        broadcast_parameters([(f"p{i}", p) for i, p in enumerate(parameters)], 0)
+        again = wrap(parameters)
+        for step in (3, 4):
+            one_step(parameters, again, step, rank)
 
     run(body)
 

@@ -258,6 +258,7 @@ HEARD: dict[int, list[tuple[int, bytes]]] = {
                 MessageType.STUCK, json.dumps({"reports": {r: asdict(REPORT) for r in range(SIZE)}, "why": ""}).encode()
             ),
         ),
+        (0, message(MessageType.ENDED, b'[2, "name", "was interrupted"]')),
         (0, message(MessageType.ALIVE, b"")),
         (0, message(MessageType.CONFIRM, b"")),
         (2, message(MessageType.WHERE, b"")),
@@ -272,6 +273,7 @@ HEARD: dict[int, list[tuple[int, bytes]]] = {
         (1, message(MessageType.AGGREGATE, AGGREGATE)),
         (1, message(MessageType.RELAY, struct.pack("<IB", 1, MessageType.RELEASED) + struct.pack("<qq", 3, 5))),
         (1, message(MessageType.LEAVE, b'[1, false, "shut down"]')),
+        (1, message(MessageType.INTERRUPTED, b'[1, "name", "was interrupted"]')),
         (1, message(MessageType.BLOCKED, json.dumps(asdict(REPORT)).encode())),
         (1, message(MessageType.ALIVE, b"")),
         (1, message(MessageType.COUNTERS, json.dumps(spelled(COUNTERS)).encode())),
@@ -340,6 +342,7 @@ def test_an_empty_message_and_one_of_no_type_name_their_sender() -> None:
          "((4, 1),) for ('g',), where 3 numbers of rows are expected"),
         (0, 2, MessageType.COUNTERS, json.dumps(spelled(COUNTERS)).encode(), "counters of rank 1"),
         (0, 2, MessageType.LEAVE, b'[1, true, "x"]', "rank 1 leaves"),
+        (0, 2, MessageType.INTERRUPTED, b'[1, "name", "x"]', "no news of exchanges that a rank has ended"),
         (0, 2, MessageType.LEAVE, b'[3, true, "x"]', "rank 3 of 3"),
         (0, 2, MessageType.ANNOUNCE, struct.pack("<III", 1, 0, 0), "epoch 1 after 0, and the newest is 0"),
         (0, 2, MessageType.ANNOUNCE, struct.pack("<IIIB", 0, 1, 0, 4), "id 2 in epoch 0, which has 0"),
