@@ -23,7 +23,7 @@ from ocomm.kernels.base import Memory
 from ocomm.kernels.device import DeviceMemory, Stream
 from ocomm.negotiation.request import TensorMemory
 from ocomm.runtime.handshake import bounded
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
 from ocomm.transport import nccl
 from ocomm.types import Nodes
@@ -140,14 +140,14 @@ def memory_of(session: Session, number: int, memory: DeviceMemory) -> TensorMemo
     return TensorMemory.COPIED
 
 
-def give_up(member: ProcessSet, why: str, is_news: bool = True) -> None:
+def give_up(member: MemberSet, why: str, is_news: bool = True) -> None:
     """Notes that there will be no bridge for sums over this set, with a warning if that is news."""
     member.unbridged = why
     if is_news:
         _log.warning("dense sums of tensors on GPUs go through the host's memory, not over NCCL: %s.", why)
 
 
-def _open_for_sums(session: Session, number: int, member: ProcessSet, memory: DeviceMemory) -> None:
+def _open_for_sums(session: Session, number: int, member: MemberSet, memory: DeviceMemory) -> None:
     """Opens the set's bridge for dense sums. Runs on all ranks at once, in a thread that only the end of the session
     waits for.
     """

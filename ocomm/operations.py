@@ -25,7 +25,7 @@ from ocomm.negotiation.request import Kind, Request, TensorMemory
 from ocomm.runtime.call_sites import NOBODY, Caller, caller
 from ocomm.runtime.handle import NOTHING, Handle, Submission
 from ocomm.runtime.plans import check_reduction
-from ocomm.runtime.process_set import ProcessSet as ProcessSetAtRunTime
+from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 
@@ -610,7 +610,7 @@ class AllreduceBatch:
 
     def __init__(self, listener: Callable[[list[int], OcommError | None], None]) -> None:
         self._listener = listener
-        self._batches: dict[ProcessSetAtRunTime, _SetBatch] = {}
+        self._batches: dict[MemberSet, _SetBatch] = {}
 
     def add(
         self, repeated: Sequence[RepeatedAllreduce], owners: Sequence[int], sources: list[int], targets: list[int]
@@ -939,7 +939,7 @@ def _dumps(obj: Any) -> bytes:
     return cloudpickle.dumps(obj)
 
 
-def start_message(member: ProcessSetAtRunTime, name: str, buffer: Bytes, source: int, destination: int) -> Handle:
+def start_message(member: MemberSet, name: str, buffer: Bytes, source: int, destination: int) -> Handle:
     """Sends ``buffer`` from rank ``source`` of a set to rank ``destination``; called by these two alone.
 
     Args:

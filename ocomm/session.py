@@ -40,7 +40,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.exporter import open_exporter
 from ocomm.runtime.handle import Handle, Submission
 from ocomm.runtime.handshake import background_core, confirmed, handshake, topology_of
-from ocomm.runtime.process_set import ProcessSet, no_thread
+from ocomm.runtime.process_set import MemberSet, no_thread
 from ocomm.runtime.registry import Registry
 from ocomm.runtime.supervisor_client import SupervisorClient
 from ocomm.runtime.tuner import Tuner
@@ -361,7 +361,7 @@ class Session:
         assert self._registry is not None
         return self._registry
 
-    def member_set(self, number: int) -> ProcessSet:
+    def member_set(self, number: int) -> MemberSet:
         """Returns the process set ``number``. Raises InvalidRequestError if this rank is not a member of it."""
         self._require()
         assert self._registry is not None

@@ -25,7 +25,7 @@ from ocomm.runtime.channels import free
 from ocomm.runtime.control import MessageType
 from ocomm.runtime.deadlock import Deadlock
 from ocomm.runtime.exporter import Exporter
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.runtime.supervisor_client import SILENT
 from ocomm.types import Settings
 
@@ -45,7 +45,7 @@ class Runtime:
 
     def __init__(
         self,
-        world: ProcessSet,
+        world: MemberSet,
         engine: Engine,
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +62,7 @@ class Runtime:
         self._on_start = on_start
         self._on_loss = on_loss
         self._sets = [world]
-        self._retiring: list[ProcessSet] = []
+        self._retiring: list[MemberSet] = []
         self._sets_lock = threading.Lock()  # for whoever replaces one of these two lists
         self.waits = Waits()
         world.link.before_departure = self._pass_on_all
@@ -84,13 +84,13 @@ class Runtime:
         self._thread = threading.Thread(target=self._run, name="ocomm", daemon=True)
         world.is_served = self.is_serving
 
-    def add(self, process_set: ProcessSet) -> None:
+    def add(self, process_set: MemberSet) -> None:
         """Serves another process set. May be called from any thread."""
         process_set.is_served = self.is_serving
         with self._sets_lock:
             self._sets = [*self._sets, process_set]  # a new list, because a cycle under way iterates over the old one
 
-    def retire(self, process_set: ProcessSet) -> None:
+    def retire(self, process_set: MemberSet) -> None:
         """Stops to serve a process set once nothing of it is under way, and then sets ``process_set.retired``.
 
         No rank may submit anything to the set any more. May be called from any thread but the background one.
@@ -211,7 +211,7 @@ class Runtime:
                 process_set.retired.set()
         return self._depart()
 
-    def _hear(self, process_set: ProcessSet, source: int, word: MessageType, payload: bytes) -> None:
+    def _hear(self, process_set: MemberSet, source: int, word: MessageType, payload: bytes) -> None:
         """Takes in a message. An error that is not ocomm's own becomes one that names message and sender."""
         try:
             if process_set is self.world and source in self._silent_since:

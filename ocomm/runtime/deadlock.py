@@ -32,7 +32,7 @@ from ocomm.negotiation.coordinator import LOADED_ALONE
 from ocomm.runtime import bystanders
 from ocomm.runtime.call_sites import user_line
 from ocomm.runtime.control import MessageType
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 
 _log = logging.getLogger("ocomm")
 
@@ -61,8 +61,8 @@ class Deadlock:
 
     def __init__(
         self,
-        world: ProcessSet,
-        sets: Callable[[], Sequence[ProcessSet]],
+        world: MemberSet,
+        sets: Callable[[], Sequence[MemberSet]],
         waits: Waits,
         deadlock_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,

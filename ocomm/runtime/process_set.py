@@ -68,7 +68,7 @@ class _Running:
     submitted_ns: int = 0  # set only if there is a timeline
 
 
-class ProcessSet:
+class MemberSet:
     """A process set as one of its ranks sees it.
 
     ``ranks`` are the world ranks of the members, ``rank`` is this process's position among them. All other numbers of

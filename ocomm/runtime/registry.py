@@ -20,7 +20,7 @@ from ocomm.runtime.background import Runtime
 from ocomm.runtime.channels import free
 from ocomm.runtime.handle import Submission
 from ocomm.runtime.handshake import bounded, check_sets, duplicate
-from ocomm.runtime.process_set import ProcessSet, no_thread
+from ocomm.runtime.process_set import MemberSet, no_thread
 from ocomm.runtime.tuner import Tuner
 from ocomm.telemetry.timeline import Timeline
 from ocomm.transport.base import Transport
@@ -34,7 +34,7 @@ class Registry:
         #: World ranks of each set that all ranks know of, ascending.
         self.ranks: dict[int, tuple[int, ...]] = {}
         #: This rank's member of each set; None if it is not in the set.
-        self.members: dict[int, ProcessSet | None] = {}
+        self.members: dict[int, MemberSet | None] = {}
         self._topology = topology
         self._settings = settings
         self._engine = engine
@@ -44,9 +44,9 @@ class Registry:
         self._next = 0
         self._parent: Transport | None = None  # of the communicators of ``add_members``
         self._own = 0  # sets of ``add_members`` so far
-        self._removed: list[ProcessSet] = []  # of ``add_members``, not all retired
+        self._removed: list[MemberSet] = []  # of ``add_members``, not all retired
 
-    def open_world(self, control: Transport, tuner: Tuner | None) -> ProcessSet:
+    def open_world(self, control: Transport, tuner: Tuner | None) -> MemberSet:
         """Makes set 0, of all ranks, which owns ``control`` from now on. Once, before ``begin``."""
         world = self._open(0, range(control.size), control, tuner)
         self._register(tuple(world.ranks), world)
@@ -64,7 +64,7 @@ class Registry:
                 runtime.add(member)
             self._register(ranks, member)
 
-    def member(self, number: int) -> ProcessSet:
+    def member(self, number: int) -> MemberSet:
         """Returns this rank's member of a set. Raises InvalidRequestError if there is none."""
         if number not in self.members:
             raise InvalidRequestError(f"process set {number} does not exist, or has not been registered.")
@@ -76,7 +76,7 @@ class Registry:
             )
         return member
 
-    def opened(self) -> list[ProcessSet]:
+    def opened(self) -> list[MemberSet]:
         """Returns the sets that this rank is a member of. May be called from any thread."""
         return [member for member in self.members.copy().values() if member is not None]
 
@@ -136,7 +136,7 @@ class Registry:
             self._require().retire(member)
             self._wait_until_retired(member)
 
-    def _wait_until_retired(self, member: ProcessSet) -> None:
+    def _wait_until_retired(self, member: MemberSet) -> None:
         runtime, rank = self._require(), self._topology.rank
         seconds = self._settings.start_timeout_s  # as for making a communicator
         end = runtime.clock() + seconds
@@ -188,7 +188,7 @@ class Registry:
         """Forgets a set of ``add_members``. Not collective: does not wait for the other members.
 
         The background thread retires the set once nothing of it is under way. Until then a caller that holds its
-        ``ProcessSet`` can still submit; after that submissions fail. When all members have removed the set, its
+        ``MemberSet`` can still submit; after that submissions fail. When all members have removed the set, its
         communicators are freed.
         """
         member = self.members.pop(number, None)
@@ -215,7 +215,7 @@ class Registry:
         if self._parent is not None:
             free(self._parent)
 
-    def _register(self, ranks: tuple[int, ...], member: ProcessSet | None) -> None:
+    def _register(self, ranks: tuple[int, ...], member: MemberSet | None) -> None:
         self.ranks[self._next] = ranks
         self.members[self._next] = member
         self._next += 1
@@ -225,14 +225,14 @@ class Registry:
         copy: Transport = self.member(0).submit(Submission.of(request)).wait()[0]
         return copy
 
-    def _open_from(self, parent: Transport, number: int, ranks: Sequence[int], name: str) -> ProcessSet:
+    def _open_from(self, parent: Transport, number: int, ranks: Sequence[int], name: str) -> MemberSet:
         what = f"a communicator for {name}ranks {list(ranks)}"
         transport = bounded(lambda: parent.subset(ranks), self._settings.start_timeout_s, what)
         member = self._open(number, ranks, transport)
         self._require().add(member)
         return member
 
-    def _open(self, number: int, ranks: Sequence[int], transport: Transport, tuner: Tuner | None = None) -> ProcessSet:
+    def _open(self, number: int, ranks: Sequence[int], transport: Transport, tuner: Tuner | None = None) -> MemberSet:
         """Makes this rank's member of a process set, which owns ``transport`` from now on."""
         settings = self._settings
         self._engine.watch(transport)
@@ -240,7 +240,7 @@ class Registry:
         hosts = [self._topology.hosts[rank] for rank in ranks]
         nodes = arrange(hosts, "auto" if settings.hierarchical_allreduce else False, len(hosts))
         window = settings.window or pipeline.window(len(hosts), len(set(hosts)))
-        member = ProcessSet(
+        member = MemberSet(
             ranks,
             transport,
             data,

@@ -19,7 +19,7 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError, PeerError, SettingsError
 from ocomm.optim.diloco import DiLoCoOptions, _runs
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
 from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
@@ -192,9 +192,9 @@ def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.Monk
     """
     requests: list[str] = []
     wire: list[tuple[Any, int]] = []
-    ask, send = ProcessSet.submit, LocalTransport.isend
+    ask, send = MemberSet.submit, LocalTransport.isend
 
-    def counted_ask(self: ProcessSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted_ask(self: MemberSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
         requests.append(threading.current_thread().name)
         return ask(self, submission, *args, **kwargs)
 
@@ -202,7 +202,7 @@ def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.Monk
         wire.append((self.identity, self.rank))
         send(self, buffer, dest, tag)
 
-    monkeypatch.setattr(ProcessSet, "submit", counted_ask)
+    monkeypatch.setattr(MemberSet, "submit", counted_ask)
     monkeypatch.setattr(LocalTransport, "isend", counted_send)
 
     def body(session: Session) -> list[tuple[int, int, int, int]]:

@@ -15,7 +15,7 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, SettingsError
 from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
 from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
@@ -108,9 +108,9 @@ def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.Monk
     """
     requests: list[str] = []
     wire: list[tuple[Any, int]] = []
-    ask, send = ProcessSet.submit, LocalTransport.isend
+    ask, send = MemberSet.submit, LocalTransport.isend
 
-    def counted_ask(self: ProcessSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted_ask(self: MemberSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
         requests.append(threading.current_thread().name)
         return ask(self, submission, *args, **kwargs)
 
@@ -118,7 +118,7 @@ def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.Monk
         wire.append((self.identity, self.rank))
         send(self, buffer, dest, tag)
 
-    monkeypatch.setattr(ProcessSet, "submit", counted_ask)
+    monkeypatch.setattr(MemberSet, "submit", counted_ask)
     monkeypatch.setattr(LocalTransport, "isend", counted_send)
 
     def body(session: Session) -> list[tuple[bool, tuple[int, int, int, int]]]:

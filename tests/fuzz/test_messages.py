@@ -48,7 +48,7 @@ from ocomm.runtime.deadlock import Report
 from ocomm.runtime.exporter import Exporter
 from ocomm.runtime.handle import Submission
 from ocomm.runtime.handshake import handshake
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.telemetry.counters import OptimizerCounters, RankCounters, Stalled, Waiting, prometheus, read_rank, spelled
 from ocomm.transport.local import Fabric
 from ocomm.types import DType, Nodes, ReduceOp, Settings
@@ -203,7 +203,7 @@ class Rank:
         run = engine.run
         engine.run = lambda seconds: run(0.0)  # type: ignore[method-assign]  # without waiting for a message
         ranks = range(SIZE)
-        self.world = ProcessSet(
+        self.world = MemberSet(
             ranks, control, control.duplicate(), engine, Scratch(1 << 20), self.settings, Nodes.flat(SIZE)
         )
         self.clock = 0.0

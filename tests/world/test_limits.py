@@ -18,7 +18,7 @@ from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.scratch import aligned
 from ocomm.errors import HorovodInternalError, StallError
 from ocomm.runtime.background import Runtime
-from ocomm.runtime.process_set import ProcessSet
+from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
 from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def member(session: Session) -> ProcessSet:
+def member(session: Session) -> MemberSet:
     return session.member_set(0)
 
 
@@ -255,7 +255,7 @@ def test_a_wait_ends_when_the_background_thread_has_died_without_a_word(monkeypa
     (session,) = ranks.sessions
     channel = session.open_channel(0, "a step's", 0, "")
     monkeypatch.setattr(Runtime, "_end_plans", lambda self: None)
-    monkeypatch.setattr(ProcessSet, "close", lambda self, error: None)
+    monkeypatch.setattr(MemberSet, "close", lambda self, error: None)
 
     def die(self: Runtime) -> bool:
         return True
