@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,22 +15,13 @@ from types import ModuleType
 
 import pytest
 
-from ocomm.errors import LaunchError
-from ocomm.launch.flavour import find_launcher
+from tests.cluster.jobs import has_mpi
 
 for _module in ("torch", "sklearn", "matplotlib", "tqdm", "tabulate"):
     pytest.importorskip(_module)
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def has_mpi() -> bool:
-    try:
-        find_launcher(sys.executable, os.environ)
-    except LaunchError:
-        return False
-    return True
 
 
 pytestmark = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")

@@ -21,7 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ocomm.errors import LaunchError
 from ocomm.launch import processes
+from ocomm.launch.flavour import find_launcher
 from ocomm.launch.session_directory import BASE
 from ocomm.runtime.own_address import free_port
 from ocomm.torch_variables import MASTER, OF_LAUNCHERS
@@ -32,6 +34,15 @@ MPICH = Path(os.environ.get("TEST_MPICH", ROOT / ".venv-mpich"))
 IS_INTEL_MPI = (MPICH / "bin" / "impi_info").exists()
 #: Seconds after which a job hangs: it takes a tenth of that on a machine of its own.
 LIMIT_S = 240.0
+
+
+def has_mpi() -> bool:
+    """Whether ``ocommrun`` finds an MPI's launcher."""
+    try:
+        find_launcher(sys.executable, os.environ)
+    except LaunchError:
+        return False
+    return True
 
 
 def run_job(

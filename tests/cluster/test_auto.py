@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ocomm.bench._lab import Lab, bits_per_second, why_not
-from tests.cluster.test_ocommrun import has_mpi
+from tests.cluster.jobs import has_mpi
 
 pytest.importorskip("torch")
 pytestmark = [

@@ -10,7 +10,7 @@ from ocomm.bench._lab import why_not
 from tests.cluster import chaos, chaos_elastic
 from tests.cluster.chaos import Job, endure
 from tests.cluster.harms import Harm
-from tests.cluster.test_ocommrun import has_mpi
+from tests.cluster.jobs import has_mpi
 from tests.invariants import Expected
 
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")

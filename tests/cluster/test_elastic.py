@@ -14,8 +14,7 @@ import pytest
 
 from ocomm.bench._lab import why_not
 from tests.cluster.harms import Harm
-from tests.cluster.jobs import LIMIT_S, ROOT
-from tests.cluster.test_ocommrun import has_mpi
+from tests.cluster.jobs import LIMIT_S, ROOT, has_mpi
 from tests.tiers import few
 
 pytestmark = [

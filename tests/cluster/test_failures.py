@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ocomm.errors import LaunchError
-from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import run_by
+from tests.cluster.jobs import has_mpi, run_by
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -57,17 +55,9 @@ def train():
 """
 
 
-def has_mpirun() -> bool:
-    try:
-        find_launcher(sys.executable, os.environ)
-    except LaunchError:
-        return False
-    return True
-
-
 pytestmark = [
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts mpirun itself"),
-    pytest.mark.skipif(not has_mpirun(), reason="there is no mpirun"),
+    pytest.mark.skipif(not has_mpi(), reason="there is no mpirun"),
 ]
 
 

@@ -17,8 +17,7 @@ import pytest
 from ocomm.bench import _lab, allreduce
 from ocomm.bench.__main__ import main
 from ocomm.bench._lab import Lab, LabError, why_not
-from tests.cluster.jobs import LIMIT_S
-from tests.cluster.test_ocommrun import has_mpi
+from tests.cluster.jobs import LIMIT_S, has_mpi
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")

@@ -14,18 +14,9 @@ import pytest
 
 from ocomm.errors import LaunchError
 from ocomm.launch.cli import make_parser, plan
-from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import LIMIT_S, ROOT, run
+from tests.cluster.jobs import LIMIT_S, ROOT, has_mpi, run
 
 RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
-
-
-def has_mpi() -> bool:
-    try:
-        find_launcher(sys.executable, os.environ)
-    except LaunchError:
-        return False
-    return True
 
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")

@@ -10,17 +10,7 @@ import pytest
 
 import ocomm
 from ocomm.errors import LaunchError
-from ocomm.launch.flavour import find_launcher
-from tests.cluster.jobs import run
-
-
-def has_mpi() -> bool:
-    try:
-        find_launcher(sys.executable, os.environ)
-    except LaunchError:
-        return False
-    return True
-
+from tests.cluster.jobs import has_mpi, run
 
 pytestmark = [
     pytest.mark.skipif("TEST_MPI_SIZE" in os.environ, reason="starts jobs itself"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ocomm.bench._lab import Lab, why_not
-from tests.cluster.test_ocommrun import has_mpi
+from tests.cluster.jobs import has_mpi
 from tests.tiers import few
 
 pytest.importorskip("torch")
