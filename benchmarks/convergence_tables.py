@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -20,9 +18,8 @@ from tabulate import tabulate
 from benchmarks.methods import ACCURACY_BOUND, ADAM, BETAS, METHODS, NORM
 from benchmarks.tasks import Task
 from benchmarks.training import Run
+from ocomm.bench.kernels import commit, machine
 from ocomm.version import __version__
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -205,17 +202,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {platform.system()} {platform.machine()}"
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
@@ -20,37 +19,19 @@ from statistics import mean, stdev
 import numpy as np
 import torch
 from tabulate import tabulate
-from torch import nn
 
-import ocomm
 import ocomm_torch as hvd
+from ocomm.bench.kernels import commit, machine
 from ocomm.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch_digits as digits  # noqa: E402
+
+from benchmarks.naive import NaiveOneBitAdam  # noqa: E402
 
 SEEDS = (0, 1, 2)
 STEPS, BATCH, LR, FREEZE_STEP = 400, 32, 2e-3, 80
-
-
-class NaiveOneBitAdam(torch.optim.Optimizer):
-    """Adam on gradients that went through the compressed allreduce, each tensor under its own name."""
-
-    instances = 0
-
-    def __init__(self, adam: torch.optim.Optimizer, model: nn.Module) -> None:
-        super().__init__(adam.param_groups, adam.defaults)
-        self.param_groups = adam.param_groups
-        self._adam = adam
-        # Errors are kept by name: every run needs names of its own, the same on all ranks.
-        self._names = {f"naive.{self.instances}.{name}": p for name, p in model.named_parameters()}
-        NaiveOneBitAdam.instances += 1
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for name, parameter in self._names.items():
-            parameter.grad.copy_(torch.from_numpy(ocomm.compressed_allreduce(parameter.grad.numpy(), name)))
-        self._adam.step()
 
 
 def optimizers() -> dict:
@@ -112,20 +93,6 @@ def table(results: dict[str, list[digits.Run]]) -> str:
         "", "accuracy by seed", "mean", "points against Adam", "test loss", "against Adam", "train loss, last 20 steps",
     ]  # fmt: skip
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{model}, {platform.system()} {platform.machine()}"
-
-
-def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def document(text: str) -> str:

@@ -31,8 +31,8 @@ import tensorflow as tf  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
-from benchmarks.digits_accuracy import commit, machine  # noqa: E402
 from benchmarks.tasks.mnist import PACKAGE, images  # noqa: E402
+from ocomm.bench.kernels import commit, machine  # noqa: E402
 from ocomm.version import __version__  # noqa: E402
 from ocomm_tf import engine  # noqa: E402
 

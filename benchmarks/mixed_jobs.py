@@ -36,7 +36,7 @@ from torch.nn import functional  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
 import ocomm_torch  # noqa: E402
-from benchmarks.digits_accuracy import commit, machine  # noqa: E402
+from ocomm.bench.kernels import commit, machine  # noqa: E402
 from ocomm.operations import ProcessSet  # noqa: E402
 from ocomm.version import __version__  # noqa: E402
 

@@ -189,6 +189,10 @@ def processor() -> str:
     return platform.machine()
 
 
+def machine() -> str:
+    return f"{processor()}, {platform.system()} {platform.machine()}"
+
+
 def commit() -> str | None:
     try:
         answer = subprocess.run(
