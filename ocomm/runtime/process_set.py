@@ -84,7 +84,6 @@ class MemberSet:
         scratch: Scratch,
         settings: Settings,
         nodes: Nodes,
-        clock: Callable[[], float] = time.monotonic,
         number: int = 0,
         tuner: Tuner | None = None,
     ) -> None:
@@ -95,7 +94,6 @@ class MemberSet:
         self.size = control.size
         self.settings = settings
         self.engine = engine
-        self.clock = clock
         self._channels = Channels(control, data, engine, settings.window)
         #: How dense sums go.
         self.nodes = nodes
@@ -256,7 +254,7 @@ class MemberSet:
         """Makes one round: announce, decide, execute, complete. Returns the seconds after which the next is due at the
         latest.
         """
-        now = self.clock()
+        now = time.monotonic()
         due = self._announce(now)
         if self._channels.is_releasing:
             self._close_channels()
@@ -286,13 +284,13 @@ class MemberSet:
         if (asks and source not in self._below) or (word == MessageType.RESPOND and source != self.link.parent):
             raise ValueError("responses come from the parent, and what ranks ask for from children")
         if word == MessageType.ANNOUNCE:
-            self._receive((range(source, source + 1),), payload, self.clock())
+            self._receive((range(source, source + 1),), payload, time.monotonic())
         elif word == MessageType.AGGREGATE:
             sections = list(read_aggregate(payload))
             if not all(_within(each, self._below[source]) for ranges, _ in sections for each in ranges):
                 raise ValueError("an aggregate of ranks that are not below its sender")
             for ranges, announcement in sections:
-                self._receive(ranges, announcement, self.clock())
+                self._receive(ranges, announcement, time.monotonic())
         elif word == MessageType.RESPOND:
             self._execute_all(payload)
         elif word == MessageType.RELEASED:
@@ -314,7 +312,7 @@ class MemberSet:
     def inspect(self) -> None:
         """Looks for stalls on the coordinator, warns of them, and ends those that have lasted too long."""
         if self._stall_watch is not None:
-            self._respond(self._stall_watch.inspect(self.clock()))
+            self._respond(self._stall_watch.inspect(time.monotonic()))
 
     def report_stuck(self, where: Mapping[int, str], why: str = "") -> None:
         """Reports that no rank of the job can go on, so that everything that waits here will wait for ever.
@@ -322,7 +320,7 @@ class MemberSet:
         ``where`` has the line of code of every rank. If ``why`` is given, everything fails with that reason instead.
         """
         if self._stall_watch is not None:
-            self._respond(self._stall_watch.report_stuck(where, why, self.clock()))
+            self._respond(self._stall_watch.report_stuck(where, why, time.monotonic()))
 
     @property
     def stalls(self) -> list[Stall]:
@@ -460,7 +458,7 @@ class MemberSet:
                     self._cache.learn(name, number, submission.requests[position])
         if self._tuner is not None and response.kind == Kind.ALLREDUCE:
             nbytes = sum(submission.requests[position].nbytes for submission, position in tensors)
-            self._tuner.note(response.names, nbytes, self.clock())
+            self._tuner.note(response.names, nbytes, time.monotonic())
 
     def _start(
         self, response: Response, tensors: Sequence[tuple[Submission, int]], parts: dict[Handle, list[int]]
