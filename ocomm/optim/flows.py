@@ -306,7 +306,7 @@ class Lanes:
 class Gathering:
     """Sends what each rank owns of some tensors to all ranks: float32 elements, of the blocks of ``segments``."""
 
-    def __init__(self, core: Core, wire: StepChannel, segments: Sequence[SegmentLayout], lanes: Lanes) -> None:
+    def __init__(self, core: Core, wire: StepChannel, lanes: Lanes) -> None:
         self._wire = wire
         self._places = np.zeros(len(core.layout.tensors), TENSOR)
         stages = [gather_segment(staging, self._places) for staging in lanes.staging]
@@ -341,7 +341,7 @@ class ShardedFlow(DenseFlow):
         self._sharded.begin()
         self._lanes = Lanes(self.segments)
         #: What follows the vote: the owners send parameters.
-        self.gathering = Gathering(core, wire, self.segments, self._lanes)
+        self.gathering = Gathering(core, wire, self._lanes)
 
     def _plan(self) -> Plan:
         gradients, averages = self.core.gradients, self._sharded.averages
@@ -382,14 +382,13 @@ class NodeFlow(Flow):
 class Flows:
     """The flows of the current step, as the core wants them, and the addresses of dense averages.
 
-    ``segment_nbytes`` bounds a segment's packed bytes, ``bucket_count`` the number of a flow's buckets.
+    ``segment_nbytes`` bounds a segment's packed bytes.
     """
 
-    def __init__(self, core: Core, wire: StepChannel, segment_nbytes: int, bucket_count: int = BUCKETS) -> None:
+    def __init__(self, core: Core, wire: StepChannel, segment_nbytes: int) -> None:
         self.core = core
         self.layout = core.layout
         self.segment_nbytes = segment_nbytes
-        self.bucket_count = bucket_count
         count = len(self.layout.tensors)
         #: The order of gradients in which buckets are cut, the same on all ranks.
         self.order = list(range(count - 1, -1, -1))
@@ -486,13 +485,13 @@ class Flows:
     def gathering_of(self, tensor: int) -> Gathering:
         """Returns what sends a tensor's parts to all ranks, once."""
         segments = self.layout.segments([tensor], self.core.rank, self.segment_nbytes, FLOAT32)
-        return Gathering(self.core, self._wire, segments, Lanes(segments))
+        return Gathering(self.core, self._wire, Lanes(segments))
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:
-        """Returns at most ``bucket_count`` runs of the wanted tensors; a small model is one run."""
+        """Returns at most ``BUCKETS`` runs of the wanted tensors; a small model is one run."""
         tensors = [tensor for tensor in self.order if wanted[tensor]]
         numel = int(self.layout.numels[tensors].sum())
-        return self.layout.buckets(tensors, max(1, min(self.bucket_count, numel // BUCKET_NUMEL)))
+        return self.layout.buckets(tensors, max(1, min(BUCKETS, numel // BUCKET_NUMEL)))
 
     def _segments(
         self, groups: Sequence[list[int]], nbytes: int, codec: Codec = SCALED_SIGNS

@@ -26,7 +26,7 @@ from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteErr
 from ocomm.kernels.base import Floats
 from ocomm.optim.buckets import Buckets, Locate
 from ocomm.optim.core import Bools, Core, address
-from ocomm.optim.flows import BUCKETS, Flows, ShardedFlow
+from ocomm.optim.flows import Flows, ShardedFlow
 from ocomm.optim.grid import EARLY, FINAL, GridVote
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.optim.step_channel import Sent, StepChannel
@@ -78,7 +78,6 @@ class Stepper:
         verify: How much of a gradient is read again, as ``Buckets`` says.
         timeout_s: Deadline of a step in seconds, 0 for none.
         replicas: What each step compares; None for nothing.
-        bucket_count: Limit for the number of a flow's buckets.
         direct: Whether messages go from device to device.
         intra_node: What carries dense values inside nodes.
         grid: Holds the vote of the grid of which ``ranks`` are the data axis; None without other axes.
@@ -98,7 +97,6 @@ class Stepper:
         verify: str,
         timeout_s: float,
         replicas: ReplicaWindows | None = None,
-        bucket_count: int = BUCKETS,
         direct: bool = False,
         intra_node: IntraNode | None = None,
         grid: GridVote | None = None,
@@ -138,7 +136,7 @@ class Stepper:
         self.wire = StepChannel(
             name, channel, ranks, core.rank, core.layout.nodes, watch, timeout_s, direct=direct, intra_node=intra_node
         )
-        self.flows = Flows(core, self.wire, segment_nbytes, bucket_count)
+        self.flows = Flows(core, self.wire, segment_nbytes)
         self.buckets = Buckets(self.flows, self.wire, locate, verify)
         self._vote = Vote(core, self.wire, None if grid is None else grid.counted)
         self.wire.enter(core.param_memory)

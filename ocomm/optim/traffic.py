@@ -45,7 +45,6 @@ class Traffic:
     bytes_sent_masks: int = 0
     bytes_dense: float = 0.0
     last_bytes_sent: int = 0
-    last_exposed_s: float = 0.0
     exposed_s: float = 0.0
     #: Of dense and of compressed steps, without those at the start that had to end before anything could overlap.
     waited_dense: Waited = field(default_factory=Waited)
@@ -76,7 +75,6 @@ class Traffic:
             kind for kind in (CompressedFlow, DenseFlow, NodeFlow) for flow in flows if isinstance(flow, kind)
         }
         across = sum([one.across for one in sent])
-        self.last_exposed_s = exposed_s
         self.exposed_s += exposed_s
         if overlaps and exposed_s and (CompressedFlow in kinds or DenseFlow in kinds):
             waited = self.waited_compressed if CompressedFlow in kinds else self.waited_dense
@@ -136,7 +134,6 @@ class Traffic:
 
     def count_wait(self, seconds: float) -> None:
         """Adds time that the last step has waited after its vote."""
-        self.last_exposed_s += seconds
         self.exposed_s += seconds
         if self.waited_dense.steps:
             self.waited_dense.seconds += seconds
