@@ -51,13 +51,11 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     takes_total_steps: bool = False
 
-    def gap(self, optimizer: str, tasks: Iterable[str] | None = None) -> float | None:
-        """Returns the largest gap with ``optimizer`` on any of ``tasks``, of all by default; None if none is known."""
+    def gap(self, optimizer: str) -> float | None:
+        """Returns the largest gap with ``optimizer`` on any task; None if none is known."""
         if self.wrapper == EXACT:
             return 0.0
-        known = GAPS.get(optimizer, {}).get(self.name, {})
-        found = [gap for task, gap in known.items() if tasks is None or task in tasks]
-        return max(found, default=None)
+        return max(GAPS.get(optimizer, {}).get(self.name, {}).values(), default=None)
 
 
 #: The wrapper whose averages are exact, which fits every optimizer.
@@ -218,7 +216,6 @@ def candidates(
     optimizer: str,
     max_loss_gap: float,
     unfit: Mapping[str, str],
-    tasks: Iterable[str] | None = None,
 ) -> list[Candidate]:
     """Returns all methods, the fastest first.
 
@@ -229,12 +226,10 @@ def candidates(
         optimizer: The class of the wrapped optimizer.
         max_loss_gap: The largest loss cost that is accepted, as a part of the loss.
         unfit: By wrapper, why it cannot be used with this optimizer or frontend.
-        tasks: The tasks whose gaps count; None for all.
     """
     found = []
-    tasks = None if tasks is None else set(tasks)
     for method in METHODS:
-        gap = method.gap(optimizer, tasks)
+        gap = method.gap(optimizer)
         why_not = unfit.get(method.wrapper, "")
         if not why_not and gap is None:
             why_not = f"its loss with {optimizer} was not measured"
