@@ -39,7 +39,7 @@ from ocomm_torch.gradients import Gradients
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder
-from ocomm_torch.mesh import DataAxis, LocalTensors, inside, refuse_mesh
+from ocomm_torch.mesh import DataAxis, LocalTensors, inside
 from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
@@ -204,22 +204,6 @@ class CompressedOptimizer(HasRankState):
         self._runtime = session.runtime
         self._addresses = []
         self._find_parameters()
-
-    def reconnect(self, keep: bool = True) -> None:
-        """Joins the current ranks after ``shutdown`` and ``init``. Collective; does nothing if the driver is connected.
-
-        ``keep``: the optimizer keeps its state. If not, a state must be loaded.
-        """
-        session = sessions.current()
-        if session.runtime is self._runtime:
-            return
-        refuse_mesh(self.process_set, type(self).__name__)
-        kept = (self.state_dict(), self.rank_state_dict()) if keep else None
-        self._forget()
-        self._connect(session)
-        if kept is not None:
-            self.load_state_dict(kept[0])
-            self.load_rank_state_dict(kept[1])
 
     def disconnect(self) -> None:
         remove_hooks(self._handles)

@@ -31,7 +31,7 @@ from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import documented, remove_hooks
 from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
-from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside, refuse_mesh
+from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
 from ocomm_torch.parameters import copied, named, settings_of
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.tensor_memory import why_untrainable
@@ -153,17 +153,6 @@ class DiLoCo(HasRankState):
         number = self.process_set.number(session)
         self._driver = DiLoCoDriver(session, number, specs, buffers, self, self._chosen, self._common)
         self._runtime = session.runtime
-
-    def reconnect(self, keep: bool = True) -> None:
-        session = sessions.current()
-        if session.runtime is self._runtime:
-            return
-        refuse_mesh(self.process_set, "DiLoCo")
-        kept = (self.state_dict(), self.rank_state_dict()) if keep else None
-        self._connect(session)
-        if kept is not None:
-            self.load_state_dict(kept[0])
-            self.load_rank_state_dict(kept[1])
 
     def disconnect(self) -> None:
         remove_hooks(self._handles)

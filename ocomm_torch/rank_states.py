@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from ocomm import session as sessions
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet
+from ocomm.runtime.background import Runtime
 from ocomm.training.driver import Driver
 from ocomm_torch.checkpoint import rank_source
 from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.mesh import refuse_mesh
 
 _log = logging.getLogger("ocomm")
 
@@ -51,6 +54,8 @@ class HasRankState(CollectiveStep):
     #: The ranks that train together.
     process_set: ProcessSet
     _driver: Driver
+    #: The runtime of the job to which the driver belongs.
+    _runtime: Runtime | None
     #: True while Torch adds the groups of the wrapped optimizer; no others may be added.
     _wrapping = False
 
@@ -101,7 +106,23 @@ class HasRankState(CollectiveStep):
 
         ``keep``: the optimizer keeps its state. If not, a state must be loaded.
         """
+        session = sessions.current()
+        if session.runtime is self._runtime:
+            return
+        refuse_mesh(self.process_set, type(self).__name__)
+        kept = (self.state_dict(), self.rank_state_dict()) if keep else None
+        self._forget()
+        self._connect(session)
+        if kept is not None:
+            self.load_state_dict(kept[0])
+            self.load_rank_state_dict(kept[1])
+
+    def _connect(self, session: sessions.Session) -> None:
+        """Makes a new driver, which has taken no step, in the current job."""
         raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Forgets the gradients of a step under way."""
 
     def disconnect(self) -> None:
         """Leaves the wrapped optimizer and the parameters to another optimizer: removes all hooks. Not collective."""
