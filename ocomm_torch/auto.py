@@ -68,8 +68,7 @@ class Auto(HasRankState):
     Between backward and ``step()`` gradients are averages or this rank's own, by the method: clip with
     ``max_grad_norm``, and let nothing else depend on them. With DiLoCo and 0/1 Adam the ranks have different
     parameters between syncs: call ``finish()`` at the end, and evaluate in ``evaluation_parameters()``; both are there
-    for every method. Making the optimizer and its steps
-    are collective.
+    for every method. Making the optimizer and its steps are collective.
 
     Args:
         optimizer: A ``torch.optim.Optimizer`` over parameters in the host's memory or on one GPU. Its param groups stay

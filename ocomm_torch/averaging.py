@@ -123,9 +123,8 @@ class AveragingOptimizer(NamesParameters):
         self._bucket_room = FIRST_BUCKET_NBYTES  # bytes until the bucket is full
         # By parameter; an exchange of several is there once for each, and None stands for a bucket that is not full.
         self._exchanges: dict[Tensor, _Exchange | None] = {}
-        self._copied: deque[operations.PreparedOperation] = (
-            deque()
-        )  # started and not submitted: copies of a GPU's gradients
+        #: Exchanges that are not submitted yet, because their gradients are being copied from a GPU.
+        self._copied: deque[operations.PreparedOperation] = deque()
         self._callback_queued = False
         #: When the last backward pass that exchanged had computed all gradients; None before it.
         self.backward_ended: float | None = None

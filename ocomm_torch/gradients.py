@@ -234,7 +234,7 @@ class Gradients:
             self._awaits_copies = False
 
     def _free(self, tensors: Iterable[int]) -> None:
-        """Takes gradients from their parameters. They live in ``_recorded`` until they have been read."""
+        """Takes gradients from their parameters. They live in ``recorded`` until they have been read."""
         for index in tensors:
             if self.recorded[index] is not None:
                 self._freed.add(index)

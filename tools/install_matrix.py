@@ -1,6 +1,6 @@
 """Installs a wheel of ocomm as a user does, and trains on two ranks: which Pythons, MPIs and frameworks work together?
 
-    python tools/install_matrix.py dist/ocomm-*-x86_64.whl [--only mpi] [--into docs/installed.md]
+    python tools/install_matrix.py dist/ocomm-*-x86_64.whl [--only mpi] [--into docs/installing.md]
 
 Every case is an empty virtual environment, into which pip installs packages that are built already (no compiler is
 asked for), a job of two ranks, and the removal of ocomm, after which nothing of it may be left. The table goes to

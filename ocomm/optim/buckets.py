@@ -87,6 +87,7 @@ class Buckets:
 
         ``early``: buckets may be posted before ``step()``. ``hyper`` is a hash of what compression depends on; ``lr``
         is shown in messages.
+
         Everything that can be prepared is prepared here for all buckets at once, because when a bucket is posted the
         caches hold what backward needs.
         """

@@ -63,7 +63,7 @@ class Run:
         return digests
 
     def save(self, folder: Path) -> None:
-        """As docs/checkpoints.md has it: rank 0 the common half, each rank its own."""
+        """As examples/torch_resume.py does: rank 0 saves the common half, each rank its own."""
         if self.rank == 0:
             model = [p.detach().clone() for p in self.parameters]
             torch.save({"model": model, "optimizer": self.optimizer.state_dict()}, folder / "common.pt")

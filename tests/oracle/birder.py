@@ -1,6 +1,6 @@
 """Birder and SoftSignSGD on n ranks in plain NumPy: the law for the cores, the kernels, the runtime and the frontends.
 
-Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's owner error
+Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's server error
 does not change it), no blocks. Everything is float32, one operation at a time.
 """
 

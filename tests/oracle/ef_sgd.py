@@ -1,6 +1,6 @@
 """dist-EF-SGD on n ranks in plain NumPy: the law for the core, the runtime and the frontends.
 
-Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's owner error
+Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's server error
 does not change it). Everything is float32, one operation at a time. ``Paper`` is the algorithm as published, in
 float64, with its ratio of step sizes.
 """

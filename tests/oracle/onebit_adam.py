@@ -1,6 +1,6 @@
 """1-bit Adam on n ranks in plain NumPy: the law for the core, the kernels, the runtime and the frontends.
 
-Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's owner error
+Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's server error
 does not change it). Everything is float32, one operation at a time, unless a comment says otherwise.
 
 The compressed steps are exact. The dense ones follow torch.optim.Adam and AdamW (single tensor, CPU): the moments

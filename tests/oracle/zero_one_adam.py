@@ -1,6 +1,6 @@
 """0/1 Adam on n ranks, or on nodes of ranks, in plain NumPy: the law for the core, the runtime and the frontends.
 
-Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's owner error
+Written from docs/algorithms.md and nothing else: no ocomm code, no packing, no owners (who keeps a block's server error
 does not change it). Everything is float32, one operation at a time, unless a comment says otherwise.
 
 A *worker* is a rank, or a node: the ranks of a node average their gradient densely at every step, so they stay equal
