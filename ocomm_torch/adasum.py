@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,11 +123,9 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
     def synchronize(self) -> None:
         """Does nothing, because gradients are not exchanged."""
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> Any:
         """Raises AssertionError, as in Horovod, because there is nothing to skip."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accepted as in Horovod; gradients of several passes are summed in ``grad`` anyway."""

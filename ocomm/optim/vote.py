@@ -196,11 +196,8 @@ class Vote:
         """
         wire, core, segment_header = self._wire, self._core, self._vote.segment_header
         if core.layout.nodes.is_flat:
-            segment_headers = [
-                segment_header,
-                *(segment_header for flow in flows for segment_header in flow.segment_headers),
-            ]
-            found = {rank for segment_header in segment_headers for rank in segment_header.ranks_with(Flag.NON_FINITE)}
+            heard = [segment_header, *(header for flow in flows for header in flow.segment_headers)]
+            found = {rank for header in heard for rank in header.ranks_with(Flag.NON_FINITE)}
             if found:
                 return [wire.ranks[rank] for rank in sorted(found)]
         if is_known or not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
