@@ -96,14 +96,14 @@ class AdamDriver(Driver):
     ) -> None:
         #: What was loaded from an Adam's checkpoint, for the report.
         self.warm_start: dict[str, Any] | None = None
-        told = {"optimizer": core_class.dense_steps_of or frontend.wrapped_adam()}
         self._warm_fingerprint = frontend.read_warm_start()
-        super().__init__(session, number, specs, frontend, core_class, options, common, told)
+        super().__init__(session, number, specs, frontend, core_class, options, common)
 
     def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        made_by = self.core.dense_steps_of or self.frontend.wrapped_adam()
         # Keras' ranks have their moments later, so in a job with others they are compared before the first step only.
         is_given = self._warm_fingerprint is not None and self.is_mixed
-        return {**super().arrange_core(frontend), "warm_start": "given" if is_given else self._warm_fingerprint}
+        return {"optimizer": made_by, "warm_start": "given" if is_given else self._warm_fingerprint}
 
     def clip_averages(self, averages: Sequence[Floats], max_norm: float | None) -> None:
         """Clips averaged gradients in place, as ``torch.nn.utils.clip_grad_norm_`` does, unless ``max_norm`` is

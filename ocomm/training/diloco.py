@@ -93,7 +93,7 @@ class DiLoCoDriver(Driver):
         constraints: Mapping[int, Callable[[Floats], Floats]] = MappingProxyType({}),
     ) -> None:
         self._chosen, self._buffers, self._constraints = options, buffers, constraints
-        super().__init__(session, number, specs, frontend, DiLoCo, options, common, {"buffers": buffers})
+        super().__init__(session, number, specs, frontend, DiLoCo, options, common)
         self.core.divide(buffers)
         self._fresh = {}  # ``forget`` needs no copy of the anchors
         self._overlap_from_the_start()
@@ -101,6 +101,9 @@ class DiLoCoDriver(Driver):
         #: Counts since the start of this process: syncs, steps of this rank that changed nothing, and how often it has
         #: reset the wrapped optimizer's state.
         self.syncs = self.non_finite_steps = self.inner_resets = 0
+
+    def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        return {"buffers": self._buffers}
 
     def _overlap_from_the_start(self) -> None:
         """Lets a sync that is delayed begin before its end; the order of tensors is the same on all ranks."""

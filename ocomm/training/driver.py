@@ -81,7 +81,6 @@ class Driver:
         core_class: The algorithm.
         options: The algorithm's options.
         common: The options that every optimizer has.
-        told: What else the ranks compare: JSON values by name.
 
     Raises:
         MismatchError: A tensor or option differs between the ranks; the message names the first one.
@@ -102,7 +101,6 @@ class Driver:
         core_class: type[Core],
         options: Options,
         common: Common,
-        told: Mapping[str, Any] | None = None,
     ) -> None:
         self.kind = core_class.kind
         self.session = session
@@ -131,7 +129,7 @@ class Driver:
         self.direct, self.intra_node = arrangement.direct, arrangement.intra_node
         self.core = self._make_core(specs, core_class, options, kernels, arrangement.nodes)
         #: The options that the ranks compare, which are saved; ``fixed_options`` must be equal when a state is loaded.
-        self.options = {**common.agreed(), **options.agreed(), **(told or {}), **self.arrange_core(frontend)}
+        self.options = {**common.agreed(), **options.agreed(), **self.arrange_core(frontend)}
         self.fixed_options = [*common.fixed(), *options.fixed()]
         self.default_options = {**common.defaults(), **options.defaults()}
         self.clipping = Clipping(common.max_grad_norm, common.clip == "previous")

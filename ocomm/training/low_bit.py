@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import MismatchError
@@ -50,8 +50,11 @@ class LowBitDriver(Driver):
     ) -> None:
         assert isinstance(options, LowBitOptions)
         self._format = f"int{options.dense_bits}"
-        super().__init__(session, number, specs, frontend, core_class, options, common, {"compression": self._format})
+        super().__init__(session, number, specs, frontend, core_class, options, common)
         self.stepper.compares_replicas &= not self.has_unlike_hosts
+
+    def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
+        return {"compression": self._format}
 
     def greet(self, session: Session, number: int, name: str) -> None:
         """Raises MismatchError if another rank averages the same gradients without this compression: its first step
