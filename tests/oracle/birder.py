@@ -40,6 +40,18 @@ def uniform(seed: int, index: Array, step: int, stream: int) -> Array:
     return (word // np.uint64(256)).astype(F) * F(2.0**-24)
 
 
+def inside_nodes(local: list[Array], nodes: Sequence[int]) -> list[Array]:
+    """One gradient per worker: the weighted sum over its ranks, in their order."""
+    result, first = [], 0
+    for size in nodes:
+        total = local[first]
+        for g in local[first + 1 : first + size]:
+            total = total + g
+        result.append(total * F(len(nodes) / len(local)))
+        first += size
+    return result
+
+
 @dataclass
 class Tensor:
     """One parameter, flat, with what every worker (a rank, or a node) keeps of it."""
@@ -105,9 +117,9 @@ class SoftSign:
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
                 continue  # nobody touches its state
+            given = [np.zeros(x.param.size, F) if g is None else g for g in local]
             ratios = []
-            for worker, g in enumerate(self._inside_nodes([np.zeros(x.param.size, F) if g is None else g
-                                                           for g in local])):  # fmt: skip
+            for worker, g in enumerate(inside_nodes(given, self.nodes)):
                 m = F(self.beta) * x.momenta[worker] + over * g
                 b = F(self.beta) * x.magnitudes[worker] + over * np.abs(g)
                 if self.amsgrad_after is not None and t > self.amsgrad_after:
@@ -118,17 +130,6 @@ class SoftSign:
             x.param = x.param * F(1 - lr * self.weight_decay)
             x.param = x.param - F(lr) * update
         self.committed += 1
-
-    def _inside_nodes(self, local: list[Array]) -> list[Array]:
-        """One gradient per worker: the weighted sum over its ranks, in their order."""
-        result, first = [], 0
-        for size in self.nodes:
-            total = local[first]
-            for g in local[first + 1 : first + size]:
-                total = total + g
-            result.append(total * F(len(self.nodes) / self.ranks))
-            first += size
-        return result
 
     def _average(self, x: Tensor, ratios: list[Array]) -> Array:
         assert len(self.nodes) == self.ranks, "nodes are for Birder"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.oracle.birder import inside_nodes
 from tests.oracle.clipping import Clipping
 from tests.oracle.onebit_adam import Array, F, Gradients, _lane_sum
 
@@ -78,7 +79,7 @@ class EFSGD:
             if all(g is None for g in local):
                 continue  # nobody touches its state
             c = []
-            workers = self._of_workers([np.zeros(x.param.size, F) if g is None else g for g in local])
+            workers = inside_nodes([np.zeros(x.param.size, F) if g is None else g for g in local], self.nodes)
             for m, error, g in zip(x.momenta, x.errors, workers, strict=True):
                 decayed = g + F(self.coupled / factor) * x.param if self.coupled else g
                 c.append(F(lr) * (F(of_m) * m + F(of_g * factor) * decayed) + error)
@@ -101,19 +102,6 @@ class EFSGD:
             update[block] = compressed(a)
             x.server_error[block] = a - update[block]
         return update
-
-    def _of_workers(self, local: list[Array]) -> list[Array]:
-        """One gradient per worker: the sum over its ranks, in their order, weighted if nodes are more than ranks."""
-        if len(self.nodes) == self.ranks:
-            return local
-        result, first = [], 0
-        for size in self.nodes:
-            total = local[first]
-            for g in local[first + 1 : first + size]:
-                total = total + g
-            result.append(total * F(len(self.nodes) / self.ranks))
-            first += size
-        return result
 
 
 def compressed(values: Array) -> Array:

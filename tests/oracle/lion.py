@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle.birder import OWNERS, Array, F, Gradients, uniform
+from tests.oracle.birder import OWNERS, Array, F, Gradients, inside_nodes, uniform
 from tests.oracle.clipping import Clipping
 
 
@@ -76,7 +76,7 @@ class Lion:
             if all(g is None for g in local):
                 continue  # nobody touches its state
             votes = np.zeros(x.param.size, np.int64)
-            workers = self._inside_nodes([np.zeros(x.param.size, F) if g is None else g for g in local])
+            workers = inside_nodes([np.zeros(x.param.size, F) if g is None else g for g in local], self.nodes)
             for worker, g in enumerate(workers):
                 m = x.momenta[worker]
                 c = F(self.betas[0]) * m + F((1 - self.betas[0]) * factor) * g
@@ -89,19 +89,6 @@ class Lion:
             x.param = x.param * F(1 - lr * self.weight_decay)
             x.param = x.param - F(lr) * update
         self.committed += 1
-
-    def _inside_nodes(self, local: list[Array]) -> list[Array]:
-        """One gradient per worker: the sum over its ranks, in their order, weighted if nodes are more than ranks."""
-        if len(self.nodes) == self.ranks:
-            return local
-        result, first = [], 0
-        for size in self.nodes:
-            total = local[first]
-            for g in local[first + 1 : first + size]:
-                total = total + g
-            result.append(total * F(len(self.nodes) / self.ranks))
-            first += size
-        return result
 
 
 def plain(params: Sequence[Array], gradients: Sequence[Sequence[Array]], lr: float, wd: float) -> list[Array]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.oracle.birder import inside_nodes
 from tests.oracle.clipping import Clipping
 from tests.oracle.dense_codes import DenseCodes
 
@@ -129,7 +130,7 @@ class Simulation:
             local = [None if g[index] is None else np.asarray(g[index], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):
                 continue  # nobody touches its state
-            local = self._of_workers([np.zeros(x.param.size, F) if g is None else g for g in local])
+            local = inside_nodes([np.zeros(x.param.size, F) if g is None else g for g in local], self.nodes)
             x.step += 1
             if x.compressed:
                 self._compressed_step(x, local, lr)
@@ -140,19 +141,6 @@ class Simulation:
             self.compressed_steps += 1
             if self.compressed_steps % self.mask_refresh == 0:
                 self._wake()
-
-    def _of_workers(self, local: list[Array]) -> list[Array]:
-        """Per worker: the sum over its ranks in their order, weighted."""
-        if self.workers == self.ranks:
-            return local
-        found, first = [], 0
-        for size in self.nodes:
-            total = local[first].copy()
-            for g in local[first + 1 : first + size]:
-                total += g
-            found.append(total * F(self.workers / self.ranks))
-            first += size
-        return found
 
     # Dense: torch/optim/adam.py, _single_tensor_adam
 
@@ -246,24 +234,11 @@ class Simulation:
             keep = ~x.mask[block]
             total = np.zeros(keep.size, F)
             for worker in range(self.workers):
-                sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
+                sent, x.errors[worker][block] = compress(c[worker][block], keep, self.scale)
                 total = sent if worker == 0 else total + sent
             a = total * F(1 / self.workers) + x.server_error[block]
-            mbar[block], x.server_error[block] = self._compress(a, keep)
+            mbar[block], x.server_error[block] = compress(a, keep, self.scale)
         return mbar
-
-    def _compress(self, c: Array, keep: Array) -> tuple[Array, Array]:
-        """What is sent of one block (0 where masked), and what stays behind."""
-        count = int(keep.sum())
-        if count == 0:
-            return np.zeros(c.size, F), c.copy()
-        kept = np.where(keep, c, F(0))
-        if self.scale == "l1":
-            scale = _lane_sum(np.abs(kept)) * F(1 / count)
-        else:
-            scale = np.sqrt(_lane_sum(kept * kept) * F(1 / count))
-        sent = np.where(keep, np.where(c >= 0, scale, -scale), F(0))
-        return sent, c - sent
 
     # Masked elements
 
@@ -278,6 +253,20 @@ class Simulation:
             x.denominator[woken] = x.root_mean[woken] + F(self.eps)
             x.mask = x.mask & ~woken
             self.woken += int(woken.sum())
+
+
+def compress(c: Array, keep: Array, scale: str) -> tuple[Array, Array]:
+    """What is sent of one block, 0 where masked, and what stays behind."""
+    count = int(keep.sum())
+    if count == 0:
+        return np.zeros(c.size, F), c.copy()
+    kept = np.where(keep, c, F(0))
+    if scale == "l1":
+        size = _lane_sum(np.abs(kept)) * F(1 / count)
+    else:
+        size = np.sqrt(_lane_sum(kept * kept) * F(1 / count))
+    sent = np.where(keep, np.where(c >= 0, size, -size), F(0))
+    return sent, c - sent
 
 
 def _lane_sum(values: Array) -> F:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracle import onebit_adam
+from tests.oracle.birder import inside_nodes
 from tests.oracle.onebit_adam import Array, F, Gradients, Tensor
 
 
@@ -67,7 +68,8 @@ class Simulation(onebit_adam.Simulation):
             local = [g[index] for g in gradients]
             if any(g is not None for g in local):
                 zero = np.zeros(x.param.size, F)
-                of_workers = self._of_workers([zero if g is None else np.asarray(g, F).reshape(-1) for g in local])
+                given = [zero if g is None else np.asarray(g, F).reshape(-1) for g in local]
+                of_workers = inside_nodes(given, self.nodes)
                 codes = copy.deepcopy(x.codes)
                 squares += _squares(self._dense_average(x, of_workers))
                 x.codes = codes

@@ -32,7 +32,7 @@ import numpy as np
 
 from tests.oracle.clipping import Clipping
 from tests.oracle.dense_codes import DenseCodes
-from tests.oracle.onebit_adam import _fold, _lane_sum
+from tests.oracle.onebit_adam import _fold, compress
 
 F = np.float32
 Array = np.ndarray
@@ -264,10 +264,10 @@ class Simulation:
             keep = ~x.mask[block]
             total = np.zeros(keep.size, F)
             for worker in range(len(self.nodes)):
-                sent, x.errors[worker][block] = self._compress(c[worker][block], keep)
+                sent, x.errors[worker][block] = compress(c[worker][block], keep, self.scale)
                 total = sent if worker == 0 else total + sent
             a = total * F(1 / len(self.nodes)) + x.server_error[block]
-            mean[block], x.server_error[block] = self._compress(a, keep)
+            mean[block], x.server_error[block] = compress(a, keep, self.scale)
         ubar = root * mean
         p = x.synced * F(x.interval_decay)
         x.synced = np.where(x.mask, p, p - ubar / x.denominator)
@@ -276,19 +276,6 @@ class Simulation:
             x.momenta[worker] = mean / root
             x.updates[worker] = np.zeros(x.synced.size, F)
         x.interval_lr, x.interval_decay = 0.0, 1.0
-
-    def _compress(self, c: Array, keep: Array) -> tuple[Array, Array]:
-        """What is sent of one block, 0 where masked, and what stays behind."""
-        count = int(keep.sum())
-        if count == 0:
-            return np.zeros(c.size, F), c.copy()
-        kept = np.where(keep, c, F(0))
-        if self.scale == "l1":
-            scale = _lane_sum(np.abs(kept)) * F(1 / count)
-        else:
-            scale = np.sqrt(_lane_sum(kept * kept) * F(1 / count))
-        sent = np.where(keep, np.where(c >= 0, scale, -scale), F(0))
-        return sent, c - sent
 
     # The variance
 
