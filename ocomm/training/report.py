@@ -99,11 +99,6 @@ OF_KIND: dict[str, dict[str, str]] = {
 }
 
 
-def entries_of(kind: str) -> dict[str, str]:
-    """Returns the entries of an optimizer's report, with their meanings, without an order."""
-    return {**COMMON, **OF_KIND.get(kind, {})}
-
-
 def metrics(report: Mapping[str, Any], prefix: str = "ocomm/") -> dict[str, float]:
     """Returns the numbers of a report, flat, as loggers of metrics take them.
 

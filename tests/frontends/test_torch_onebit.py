@@ -131,12 +131,6 @@ def test_the_result_does_not_depend_on_fusion_segments_window_overlap_or_arrival
 # What may happen between backward and step()
 
 
-def poison(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
-    if step == 9 and rank == 1:
-        with torch.no_grad():
-            parameters[0].grad.view(-1)[17] = float("nan")
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("freeze_step", [4, 100], ids=["compressed", "dense"])
