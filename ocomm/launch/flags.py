@@ -302,12 +302,14 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
     cycles.add_argument(
         "--timeline-mark-cycles", action="store_true", default=None, help="mark announcements in the timeline"
     )
-    cycles.add_argument("--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false")
+    cycles.add_argument(
+        "--no-timeline-mark-cycles", dest="timeline_mark_cycles", action="store_false", help="do not mark them"
+    )
     auto = tune.add_mutually_exclusive_group()
     auto.add_argument(
         "--autotune", action="store_true", default=None, help="search for the fastest of these while the job runs"
     )
-    auto.add_argument("--no-autotune", dest="autotune", action="store_false")
+    auto.add_argument("--no-autotune", dest="autotune", action="store_false", help="do not search")
     tune.add_argument("--autotune-log-file", metavar="FILE", help="CSV file with what was tried, of rank 0")
     for name, (kind, text) in _AUTOTUNE.items():
         tune.add_argument(f"--autotune-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
@@ -318,7 +320,9 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="dense sums inside hosts first (the default where several hosts have several ranks)",
     )
-    nodes.add_argument("--no-hierarchical-allreduce", dest="hierarchical_allreduce", action="store_false")
+    nodes.add_argument(
+        "--no-hierarchical-allreduce", dest="hierarchical_allreduce", action="store_false", help="flat dense sums"
+    )
     for first, second in (
         ("--hierarchical-allgather", "--no-hierarchical-allgather"),
         ("--torus-allreduce", "--no-torus-allreduce"),
@@ -333,4 +337,9 @@ def _add_tunables(parser: argparse.ArgumentParser) -> None:
     for flag in ("--num-nccl-streams", "--gloo-timeout-seconds"):
         tune.add_argument(flag, help=argparse.SUPPRESS)
     tune.add_argument("--disable-cache", action="store_true", default=None, help=argparse.SUPPRESS)
-    tune.add_argument("--log-level", type=str.upper, choices=[level.upper() for level in LEVELS])
+    tune.add_argument(
+        "--log-level",
+        type=str.upper,
+        choices=[level.upper() for level in LEVELS],
+        help="the lowest level of the lines that reach stderr (default NOTICE)",
+    )
