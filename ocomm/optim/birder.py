@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ocomm.collectives.plan import Computation, Loop, loop
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.kernels.base import NOISE, OWNERS, Bytes, Floats, Kernels
@@ -106,10 +106,6 @@ class Birder(SoftSignSGD):
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         return (*super().built_in(segments), self.amsgrad)
-
-    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
-        """Returns nothing: signs are finite. What a worker cannot compute is in the flags of its messages."""
-        return []
 
     def commit(self, present: Bools, averages: Floats) -> None:
         super().commit(present, averages)

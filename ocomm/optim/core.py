@@ -251,7 +251,12 @@ class Core(abc.ABC):
     def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
         """Returns what a segment's exchange ends with: a check of what was gathered, which sets ``flags`` if something
         is not finite. The same on all ranks, since all have the same bytes.
+
+        Without scales there is none, because signs are finite; what a worker cannot compute is in the flags of its
+        messages.
         """
+        if self.codec.group is None:
+            return []
         return [loop(Kernels.finite_scales, flags, self.segments[segment].layout.blocks, self.result(segment))]
 
     def segment_mask(self, layout: SegmentLayout) -> Bytes | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ocomm.collectives.plan import Computation, Loop, loop
+from ocomm.collectives.plan import Loop, loop
 from ocomm.compression.codecs import SIGNS
 from ocomm.compression.layout import Layout
 from ocomm.errors import SettingsError
@@ -117,10 +117,6 @@ class Lion(OneStageCore):
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         return self.momentum, self.zero_up, self.gradient_scale, *[self.result(k) for k in segments]
-
-    def check_averages(self, segment: int, flags: Flags) -> list[Computation]:
-        """Returns nothing: signs are finite. What a worker cannot compute is in the flags of its messages."""
-        return []
 
     def commit(self, present: Bools, averages: Floats) -> None:
         """Swaps the momentum with what the exchange has written, and moves the parameters. ``averages`` is not used."""
