@@ -23,8 +23,7 @@ _RATES = ("10gbit", "100gbit", "200gbit")
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table and an advice."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ocomm.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--max-loss-gap", type=float, default=0.005, help="loss above exact averages that a method may cost (0.005)")
     add("--gpu", action="store_true", help="compress on a GPU of 1.2 TB/s, not on a core")
     add("--table", action="store_true", help="8 to 4,096 ranks on 10 and 100 Gbit/s Ethernet and 200 Gbit/s")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table and an advice."""
+    parser = _parser()
     args = parser.parse_args(argv)
     if min(args.nodes or 1, args.ranks_per_node or 1) < 1 or not (args.dense_step_ms is None or args.dense_step_ms > 0):
         parser.error("nodes, ranks per node and step times are numbers above 0")
