@@ -19,10 +19,9 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError, PeerError, SettingsError
 from ocomm.optim.diloco import DiLoCoOptions, _runs
-from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
-from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
+from tests.frontends.counted_traffic import CountedTraffic
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.oracle import diloco as oracle
 from tests.oracle.dense_codes import bfloat16
@@ -187,41 +186,14 @@ def test_after_a_sync_all_ranks_have_the_same_parameters_and_between_them_the_sa
 
 
 def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that the background thread would negotiate, plans of the optimizer's channel, and, where ranks are
-    threads, messages on the wire of that channel.
-    """
-    requests: list[str] = []
-    wire: list[tuple[Any, int]] = []
-    ask, send = MemberSet.submit, LocalTransport.isend
-
-    def counted_ask(self: MemberSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
-        requests.append(threading.current_thread().name)
-        return ask(self, submission, *args, **kwargs)
-
-    def counted_send(self: LocalTransport, buffer: Any, dest: int, tag: int) -> None:
-        wire.append((self.identity, self.rank))
-        send(self, buffer, dest, tag)
-
-    monkeypatch.setattr(MemberSet, "submit", counted_ask)
-    monkeypatch.setattr(LocalTransport, "isend", counted_send)
+    traffic = CountedTraffic(monkeypatch)
 
     def body(session: Session) -> list[tuple[int, int, int, int]]:
-        run, plans, found = Run(rank_of(session), sync_every=4), [], []
-        channel = run.optimizer._driver.stepper.wire.channel
-        submit = channel.submit
-        identity = None if MPI_SIZE else channel.transport.identity
-        me = threading.current_thread().name
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            plans.append(args)
-            return submit(*args, **kwargs)
-
-        monkeypatch.setattr(channel, "submit", counted)
+        run, found = Run(rank_of(session), sync_every=4), []
+        counts = traffic.of(run.optimizer, run.rank)
         for step in range(1, 13):
             run.train(step, step)
-            messages = sum(one == (identity, run.rank) for one in wire)
-            sent = run.optimizer.compression_report()["bytes_sent"]
-            found.append((sum(name == me for name in requests), len(plans), messages, sent))
+            found.append(counts())
         return found
 
     for counts in run_ranks(2, body, settings=replace(Settings(), engine="python")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, SettingsError
 from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
-from ocomm.runtime.process_set import MemberSet
 from ocomm.session import Session
-from ocomm.transport.local import LocalTransport
 from ocomm.types import Settings
+from tests.frontends.counted_traffic import CountedTraffic
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
 from tests.frontends.test_torch_zero_one import ADAMS, SHORT, rank_of, simulated, sparse, state_digest, trained
 from tests.tiers import few
@@ -103,42 +101,15 @@ def test_low_precision_and_groups_whose_rates_change_keep_the_bits() -> None:
 
 
 def test_between_syncs_nothing_is_sent_and_nobody_votes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that the background thread would negotiate, plans of the optimizer's channel, and, where ranks are
-    threads, messages on the wire of that channel.
-    """
-    requests: list[str] = []
-    wire: list[tuple[Any, int]] = []
-    ask, send = MemberSet.submit, LocalTransport.isend
-
-    def counted_ask(self: MemberSet, submission: Any, *args: Any, **kwargs: Any) -> Any:
-        requests.append(threading.current_thread().name)
-        return ask(self, submission, *args, **kwargs)
-
-    def counted_send(self: LocalTransport, buffer: Any, dest: int, tag: int) -> None:
-        wire.append((self.identity, self.rank))
-        send(self, buffer, dest, tag)
-
-    monkeypatch.setattr(MemberSet, "submit", counted_ask)
-    monkeypatch.setattr(LocalTransport, "isend", counted_send)
+    traffic = CountedTraffic(monkeypatch)
 
     def body(session: Session) -> list[tuple[bool, tuple[int, int, int, int]]]:
-        run, plans, found = Run(rank_of(session)), [], []
-        channel = run.optimizer._driver.stepper.wire.channel
-        submit = channel.submit
-        identity = None if MPI_SIZE else channel.transport.identity
-        me = threading.current_thread().name
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            plans.append(args)
-            return submit(*args, **kwargs)
-
-        monkeypatch.setattr(channel, "submit", counted)
+        run, found = Run(rank_of(session)), []
+        counts = traffic.of(run.optimizer, run.rank)
         for step in range(1, 31):
             is_silent = run.optimizer._driver.core.is_silent
             run.steps(step, step)
-            messages = sum(one == (identity, run.rank) for one in wire)
-            now = (sum(name == me for name in requests), len(plans), messages, run.report["bytes_sent"])
-            found.append((is_silent, now))
+            found.append((is_silent, counts()))
         return found
 
     for counts in run_ranks(2, body, settings=replace(Settings(), engine="python")):
