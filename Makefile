@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 unexport PYTHONDONTWRITEBYTECODE
 MPIRUN := timeout 1800 $(VENV)/bin/mpirun --oversubscribe --bind-to none
 
-.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-intel-mpi test-system-mpi test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
+.PHONY: demo docs test-fast test test-long test-gpu test-mpich test-intel-mpi test-system-mpi test-slurm test-sanitize fuzz check bench convergence time-to-loss soak clean install wheel test-install
 
 install: $(STAMP)
 
@@ -134,6 +134,11 @@ test-system-mpi: $(VENV)-system/bin/mpirun
 	$(VENV)-system/bin/python -m pytest -q -m 'alone and not long' tests/cluster
 	TEST_MPI_SIZE=2 timeout 1800 $(VENV)-system/bin/mpirun --oversubscribe --bind-to none -np 2 \
 	    $(VENV)-system/bin/python -m pytest -q --capture=no --no-header -m 'not long' $(ON_TWO_RANKS) </dev/null
+
+# Jobs under Debian's Slurm, on two nodes in namespaces of this machine: a minute, as root.
+test-slurm: install
+	bash tools/slurm_lab.sh fetch
+	TEST_SLURM=1 timeout 900 $(PY) -m pytest -q tests/cluster/test_slurm.py
 
 # The C code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ten minutes on two cores.
 test-sanitize: install
