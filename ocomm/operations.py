@@ -322,9 +322,19 @@ class HandleTable:
         return operation.poll()
 
     def synchronize(self, number: int) -> Any:
-        """Waits for an operation and returns its result; None for an unknown handle."""
-        operation = self._operations.pop(number, None)
-        return None if operation is None else operation.wait()
+        """Waits for an operation and returns its result; None for an unknown handle. The handle stays known if the wait
+        is interrupted, as by a signal handler that raises.
+        """
+        operation = self._operations.get(number)
+        if operation is None:
+            return None
+        try:
+            result = operation.wait()
+        except OcommError:
+            self._operations.pop(number, None)
+            raise
+        self._operations.pop(number, None)
+        return result
 
 
 handles = HandleTable()

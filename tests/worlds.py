@@ -6,6 +6,7 @@ mpirun every rank runs the same pytest; a test for another number of ranks than 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import itertools
@@ -120,6 +121,12 @@ def _collect() -> None:
         gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def interrupt_soon(error: type[BaseException]) -> None:
+    """Raises ``error`` in this thread a moment later, between two of its instructions, as a signal handler may."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    threading.Timer(0.2, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, ctypes.py_object(error))).start()
 
 
 def mpi_world_copy() -> Any:

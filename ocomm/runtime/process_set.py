@@ -170,7 +170,8 @@ class MemberSet:
                 taken = next(n for n in said if n in self._entries or said.count(n) > 1)
                 raise InvalidRequestError(
                     f"tensor '{taken}' is already being processed on rank {self.ranks[self.rank]}. Wait for its handle "
-                    "first, or give this operation another name."
+                    "first, or give this operation another name. A call that was interrupted ends once all ranks have "
+                    "made it."
                 )
             first = not self._queue
             if timeline is not None:

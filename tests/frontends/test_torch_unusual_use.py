@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import pickle
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.every_kind import KINDS
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
 from tests.world.test_runtime import threads_only
-from tests.worlds import run_ranks
+from tests.worlds import interrupt_soon, run_ranks
 
 Parameters = list[torch.nn.Parameter]
 BACKWARDS = (3, 2, 1, 0)
@@ -526,9 +524,7 @@ def test_a_step_that_was_interrupted_is_the_last(when: str) -> None:
             assert broadcast_object("interrupted", 0) == "interrupted"
             return
         if when == "while it waits":
-            thread = ctypes.c_ulong(threading.get_ident())
-            raised = ctypes.py_object(KeyboardInterrupt)
-            threading.Timer(0.2, ctypes.pythonapi.PyThreadState_SetAsyncExc, (thread, raised)).start()
+            interrupt_soon(KeyboardInterrupt)
         else:
             optimizer._inner.step = raises_interrupt
         with pytest.raises(KeyboardInterrupt):

@@ -266,7 +266,8 @@ class TestOneRankIsWrong:
         def body(session: Session) -> None:
             message = (
                 f"tensor 'grouped_allreduce.g_2of2' is already being processed on rank {ocomm.rank()}. Wait for its "
-                "handle first, or give this operation another name."
+                "handle first, or give this operation another name. A call that was interrupted ends once all ranks "
+                "have made it."
             )
             data = np.zeros(8, np.uint8)
             request = Request(Kind.ALLREDUCE, "grouped_allreduce.g_2of2", DType.FLOAT64, (1,))

@@ -16,7 +16,7 @@ import pytest
 import ocomm
 from ocomm.session import Session
 from ocomm.types import Settings
-from tests.worlds import MPI_SIZE, run_ranks
+from tests.worlds import MPI_SIZE, interrupt_soon, run_ranks
 
 SIZES = [1, 2, 3, 4]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -217,6 +217,26 @@ class TestAllreduce:
             assert ocomm.synchronize(handle) is None
 
         run_ranks(2, body)
+
+    @EVERY_SIZE
+    def test_a_wait_that_was_interrupted_can_be_made_again(self, size: int) -> None:
+        def body(session: Session) -> None:
+            array = np.full(4, 1.0 + ocomm.rank())
+            if ocomm.rank() == 0:
+                handle = ocomm.allreduce_async_(array, op=ocomm.Sum, name="late")
+                if size > 1:
+                    interrupt_soon(TimeoutError)
+                    with pytest.raises(TimeoutError):
+                        ocomm.synchronize(handle)
+                ocomm.broadcast_object("interrupted", 0)
+            else:
+                ocomm.broadcast_object(None, 0)
+                handle = ocomm.allreduce_async_(array, op=ocomm.Sum, name="late")
+            assert ocomm.synchronize(handle) is array
+            assert (array == sum(range(1, size + 1))).all()
+            assert ocomm.synchronize(handle) is None
+
+        run_ranks(size, body)
 
 
 class TestGatherAndScatter:

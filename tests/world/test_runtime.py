@@ -152,7 +152,7 @@ def test_a_call_that_is_wrong_on_this_rank_is_refused_before_anything_is_sent(si
             session.submit(0, twice)
         assert str(caught.value) == (
             f"tensor 'a' is already being processed on rank {rank_of(session)}. Wait for its handle first, or give this"
-            " operation another name."
+            " operation another name. A call that was interrupted ends once all ranks have made it."
         )
         start(session, np.ones(3, np.float32), "a").wait(LIMIT_S)
 
