@@ -65,6 +65,14 @@ class CheckpointError(OcommError, ValueError):
 class HorovodInternalError(OcommError, RuntimeError):
     """A collective failed. It has Horovod's name, so that ``except hvd.HorovodInternalError`` still works."""
 
+    @classmethod
+    def after_interruption(cls, optimizer: str, error: BaseException) -> HorovodInternalError:
+        """Returns the error of all later steps of ``optimizer``, of which ``error`` has interrupted one."""
+        return cls(
+            f"{optimizer}: a step was interrupted by {type(error).__name__}, so this rank may have missed what the "
+            "others have done. Wrap the optimizer anew, and load a state on all ranks."
+        )
+
 
 class MismatchError(HorovodInternalError):
     """The ranks called different things: another shape, dtype, operation, order or step."""

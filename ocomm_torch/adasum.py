@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ocomm import operations
 from ocomm import session as sessions
-from ocomm.errors import OcommError
+from ocomm.errors import HorovodInternalError, OcommError
 from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
 from ocomm_torch import loss_scaling
@@ -40,6 +40,8 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         self._process_set = process_set
         self.backward_passes_per_step = backward_passes_per_step
         self._is_distributed = process_set.included() and process_set.size() > 1
+        self._is_in_closure = False
+        self._dead: HorovodInternalError | None = None  # the error of every step after one that was interrupted
         loss_scaling.install()
 
     def overflowed_anywhere(self, here: bool) -> bool:
@@ -65,29 +67,48 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
             The closure's loss, or None.
 
         Raises:
-            HorovodInternalError: An exchange failed; parameters are then this rank's own.
+            HorovodInternalError: An exchange failed, and parameters are those before the step; or an earlier step was
+                interrupted. The other ranks wait for a rank that was interrupted until no rank can move, or until the
+                stall limit.
             InvalidRequestError: A frozen parameter has a gradient.
         """
         if not self._is_distributed:
             return super().step() if closure is None else super().step(closure)
+        if self._dead is not None:
+            raise HorovodInternalError(*self._dead.args)
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         starts = [p.detach().clone() for p in trained]
         if closure is None:
             self._refuse_frozen()
-            loss = super().step()
         else:
-            loss = super().step(self._refusing_frozen(closure))
+            closure = self._checked(closure)
+        try:
+            loss = super().step() if closure is None else super().step(closure)
+            self._combine(trained, starts)
+        except BaseException as error:
+            with torch.no_grad():
+                for p, start in zip(trained, starts, strict=True):
+                    p.copy_(start)
+            if not isinstance(error, OcommError) and not self._is_in_closure:
+                self._dead = HorovodInternalError.after_interruption(f"DistributedOptimizer{self._ending}", error)
+            raise
+        finally:
+            self._is_in_closure = False
+        return loss
+
+    def _combine(self, trained: Sequence[Tensor], starts: Sequence[Tensor]) -> None:
+        """Replaces the change of ``trained`` parameters from ``starts`` by the Adasum of all ranks' changes."""
         started = []
         for p, start in zip(trained, starts, strict=True):
             compressed, context = self._compression.compress(p.detach() - start)
-            started.append((self._combine(compressed, f"adasum.{self._names[p]}"), context))
+            started.append((self._start(compressed, f"adasum.{self._names[p]}"), context))
         failure = None
         with torch.no_grad():
             for p, start, (operation, context) in zip(trained, starts, started, strict=True):
                 try:
                     combined = operation.wait()
                     if has_overflowed(self._compression, [combined], [p]):  # the same on all ranks, in the same order
-                        combined = self._combine(p - start, f"adasum.{self._names[p]}{UNCOMPRESSED}").wait()
+                        combined = self._start(p - start, f"adasum.{self._names[p]}{UNCOMPRESSED}").wait()
                     else:
                         combined = self._compression.decompress(combined, context)
                     p.copy_(start + combined)
@@ -95,7 +116,6 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
                     failure = failure or error
         if failure is not None:
             raise failure
-        return loss
 
     def _refuse_frozen(self) -> None:
         """Raises InvalidRequestError for a frozen parameter with a gradient, be it zero: each rank has its own momentum
@@ -105,15 +125,17 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
             if not p.requires_grad and p.grad is not None:
                 raise frozen_error(self._names[p])
 
-    def _refusing_frozen(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def checked_closure() -> Any:
+            self._is_in_closure = True
             loss = closure()
+            self._is_in_closure = False
             self._refuse_frozen()
             return loss
 
         return checked_closure
 
-    def _combine(self, step: Tensor, name: str) -> operations.Operation:
+    def _start(self, step: Tensor, name: str) -> operations.Operation:
         call = operations.Allreduce([step], name, ReduceOp.ADASUM, process_set=self._process_set)
         return operations.allreduce(self._session, TORCH, call)
 

@@ -532,10 +532,7 @@ class Stepper:
             self._grid.give_up(self.step + 1, attempt, error)
         if not isinstance(error, OcommError):
             self.wire.interrupt(error)
-            error = HorovodInternalError(
-                f"{self.name}: a step was interrupted by {type(error).__name__}, so this rank may have missed what the "
-                "others have done. Wrap the optimizer anew, and load a state on all ranks."
-            )
+            error = HorovodInternalError.after_interruption(self.name, error)
         self._dead = error
         self.begun = False
         self.wire.give_up(str(error))

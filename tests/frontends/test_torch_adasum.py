@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ocomm_torch as hvd  # noqa: E402
-from ocomm.errors import InvalidRequestError  # noqa: E402
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.world.test_adasum import oracle  # noqa: E402
-from tests.worlds import run_ranks  # noqa: E402
+from tests.worlds import interrupt_soon, run_ranks  # noqa: E402
 
 
 def model_and_gradients(rank: int) -> torch.nn.Module:
@@ -118,3 +118,46 @@ def test_a_rank_whose_gradients_overflow_makes_all_skip_the_step_and_their_scale
         return scales, moved
 
     assert run_ranks(2, body) == [([1024.0, 512.0, 256.0, 256.0], [True, False, False, True])] * 2
+
+
+@pytest.mark.parametrize("when", ["in a hook", "while it waits"])
+def test_a_step_that_was_interrupted_is_undone_and_the_last(when: str) -> None:
+    def body(session: Session) -> None:
+        if hvd.rank() > 0:
+            assert hvd.broadcast_object(None, 0) == "interrupted"
+            return
+        model = model_and_gradients(0)
+        before = [p.tolist() for p in model.parameters()]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Adasum)
+        if when == "in a hook":
+            optimizer.register_step_post_hook(lambda *_: int("no number"))
+        else:
+            interrupt_soon(ValueError)
+        with pytest.raises(ValueError):
+            optimizer.step()
+        assert [p.tolist() for p in model.parameters()] == before
+        hvd.broadcast_object("interrupted", 0)
+        with pytest.raises(HorovodInternalError) as error:
+            optimizer.step()
+        assert str(error.value) == (
+            "DistributedOptimizer: a step was interrupted by ValueError, so this rank may have missed what the others "
+            "have done. Wrap the optimizer anew, and load a state on all ranks."
+        )
+
+    run_ranks(2, body)
+
+
+def test_a_step_whose_closure_or_exchange_fails_is_undone_and_may_be_made_again() -> None:
+    def body(session: Session) -> None:
+        sizes = torch.nn.Parameter(torch.ones(2 + hvd.rank())), torch.nn.Parameter(torch.ones(2))
+        for p in sizes:
+            p.grad = torch.ones_like(p)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(sizes, lr=0.1), op=hvd.Adasum)
+        with pytest.raises(ValueError):
+            optimizer.step(lambda: int("no number"))
+        for _ in range(2):
+            with pytest.raises(MismatchError):
+                optimizer.step()
+            assert all((p == 1).all() for p in sizes)
+
+    run_ranks(2, body)
