@@ -48,7 +48,8 @@ AVERAGED_EARLY = (
 )
 CLEARED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition. " + OF_ANOTHER
+    "This is prohibited as it can cause a race condition. To leave a step out, as after a backward pass that raised, "
+    "call optimizer.synchronize() first, on all ranks. " + OF_ANOTHER
 )
 
 _ordinals = itertools.count()
@@ -91,6 +92,8 @@ class Optimizer(CompressedOptimizer):
         self._agreed: StepOutcome | None = None
         #: Why no rank may step on them.
         self._failure: NonFiniteError | None = None
+        #: True once ``synchronize`` was called for them, not only backward.
+        self._synchronized = False
         self._callback_queued = False
         #: True if the averages of this step were made before each parameter had a gradient.
         self._is_early = False
@@ -106,7 +109,7 @@ class Optimizer(CompressedOptimizer):
         _living.add(self)
 
     def _connect(self, session: Session) -> None:
-        self._agreed = self._failure = None
+        self._drop_averages()
         super()._connect(session)
 
     # For the driver
@@ -204,6 +207,7 @@ class Optimizer(CompressedOptimizer):
             if optimizer._ordinal < self._ordinal:
                 optimizer._average()
         self._average()
+        self._synchronized = True
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -279,7 +283,7 @@ class Optimizer(CompressedOptimizer):
         self.synchronize()
         self._late.look(lambda p: self._names[[id(q) for q in self._parameters].index(id(p))])
         failure, self.outcome = self._failure, self._agreed
-        self._agreed = self._failure = None
+        self._drop_averages()
         if failure is not None:
             raise failure
         if self.outcome is StepOutcome.TAKE:
@@ -308,12 +312,21 @@ class Optimizer(CompressedOptimizer):
             super().skip(overflow=overflow)
             return
         self.outcome = StepOutcome.OVERFLOW if overflow else StepOutcome.SKIP
+        self._drop_averages()
+
+    def _drop_averages(self) -> None:
+        """Ends the step, whose averages all ranks use, or none."""
         self._agreed = self._failure = None
+        self._synchronized = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients. Raises AssertionError between backward and ``step()``."""
-        if self._stepper.begun or self._agreed is not None:
+        """Clears gradients, and leaves the step out for which ``synchronize()`` was called. Raises AssertionError
+        between backward and ``step()`` or ``synchronize()``.
+        """
+        if self._stepper.begun or (self._agreed is not None and not self._synchronized):
             raise AssertionError(CLEARED_EARLY)
+        if self._agreed is not None:
+            self.skip()
         super().zero_grad(set_to_none)
 
     # State
@@ -323,7 +336,7 @@ class Optimizer(CompressedOptimizer):
         zero. All ranks load the same state. ``CompressedOptimizer.load_state_dict`` says more.
         """
         super().load_state_dict(state_dict)
-        self._agreed = self._failure = None
+        self._drop_averages()
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         self._adopt(plain)

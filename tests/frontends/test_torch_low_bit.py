@@ -14,6 +14,7 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import low_bit
+from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
@@ -251,7 +252,9 @@ def test_gradients_are_averages_after_a_backward_pass_that_raised_on_all_ranks()
         with pytest.raises(RuntimeError, match="hook"):
             loss_of(model, rank_of(session)).backward()
         handle.remove()
-        optimizer.step()
+        with pytest.raises(AssertionError, match="a backward pass that raised"):
+            optimizer.zero_grad()
+        optimizer.synchronize()
         for step in range(2):
             optimizer.zero_grad()
             loss_of(model, rank_of(session), step).backward()
@@ -334,6 +337,16 @@ def test_synchronize_and_skip_synchronize_as_in_horovod() -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()
+        loss_of(model, rank_of(session)).backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        optimizer.step()
+        before = [p.tolist() for p in model.parameters()]
+        optimizer.zero_grad()
+        loss_of(model, rank_of(session)).backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()  # leaves the step out
+        assert [p.tolist() for p in model.parameters()] == before and optimizer.outcome is StepOutcome.SKIP
         loss_of(model, rank_of(session)).backward()
         with pytest.raises(AssertionError, match="zero_grad"):
             optimizer.zero_grad()
