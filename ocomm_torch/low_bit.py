@@ -6,12 +6,15 @@ averages when ``backward()`` returns, or ``synchronize()`` where backward has no
 
 Ranks wait for each other at the end of backward, where gradients of several optimizers may have come in different
 orders. So they wait for all of them in the order in which the optimizers were made, once backward has ended for all.
+That is done for the optimizers of each thread of autograd by itself: the thread that calls backward, or one per GPU. So
+several optimizers with parameters on one GPU are to be trained in one thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +98,8 @@ class Optimizer(CompressedOptimizer):
         #: True once ``synchronize`` was called for them, not only backward.
         self._synchronized = False
         self._callback_queued = False
+        #: The thread of autograd that has last queued a callback; None before.
+        self._thread: int | None = None
         #: True if the averages of this step were made before each parameter had a gradient.
         self._is_early = False
         self._late = LateAverages()
@@ -148,6 +153,7 @@ class Optimizer(CompressedOptimizer):
     def _queue_callback(self) -> None:
         if not self._callback_queued and self._stepper.begun:
             self._callback_queued = True
+            self._thread = threading.get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
@@ -169,8 +175,14 @@ class Optimizer(CompressedOptimizer):
                 watch(optimizer._gradients.recorded)
 
     def _under_way(self) -> list[Optimizer]:
-        """Returns the optimizers of this job whose exchange has begun, in the order in which they were made."""
-        found = [other for other in list(_living) if other._runtime is self._runtime and other._stepper.begun]
+        """Returns the optimizers of this job whose exchange has begun, in the order in which they were made. Those of
+        other threads are not among them.
+        """
+        found = [
+            other
+            for other in list(_living)
+            if other._runtime is self._runtime and other._stepper.begun and self._thread in (None, other._thread)
+        ]
         return sorted(found, key=lambda optimizer: optimizer._ordinal)
 
     def _forget(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import io
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +23,7 @@ from ocomm.types import Settings
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.frontends.test_torch_onebit import rank_of
 from tests.oracle.dense_codes import DenseCodes
-from tests.worlds import run_ranks
+from tests.worlds import PATIENCE_S, run_ranks
 
 COMPRESSIONS = {8: hvd.Compression.int8, 4: hvd.Compression.int4}
 Parameters = list[torch.nn.Parameter]
@@ -323,6 +326,34 @@ def test_several_optimizers_whose_gradients_come_in_other_orders_do_not_wait_cro
                 torch.nn.utils.clip_grad_norm_(part.parameters(), 0.5)
             for optimizer in optimizers:
                 optimizer.step()
+        return [p.detach() for part in parts for p in part.parameters()]
+
+    assert all_equal(run_ranks(2, body))
+
+
+def test_optimizers_of_two_threads_do_not_disturb_each_other() -> None:
+    def body(session: Session) -> Any:
+        rank = rank_of(session)
+        parts = [Net(), Net()]
+        optimizers = [
+            hvd.DistributedOptimizer(sgd(list(part.parameters())), compression=hvd.Compression.int8) for part in parts
+        ]
+        both_have_begun = threading.Barrier(2, timeout=PATIENCE_S)
+
+        def wait_for_both(grad: torch.Tensor) -> None:
+            both_have_begun.wait()
+
+        def train(which: int) -> None:
+            part, optimizer = parts[which], optimizers[which]
+            part.first.weight.register_hook(wait_for_both)
+            for step in range(10):
+                optimizer.zero_grad()
+                loss_of(part, rank, step).backward()
+                optimizer.step()
+
+        with ThreadPoolExecutor(2) as pool:
+            for trained in [pool.submit(contextvars.copy_context().run, train, (which + rank) % 2) for which in (0, 1)]:
+                trained.result()
         return [p.detach() for part in parts for p in part.parameters()]
 
     assert all_equal(run_ranks(2, body))
