@@ -22,7 +22,7 @@ from ocomm.collectives.engine import Channel, Engine
 from ocomm.collectives.python_engine import PythonEngine
 from ocomm.collectives.routes import arrange
 from ocomm.collectives.scratch import Scratch
-from ocomm.collectives.waiting import Watch
+from ocomm.collectives.waiting import REJOINS, Watch
 from ocomm.devices import Devices
 from ocomm.errors import (
     InvalidRequestError,
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from ocomm.kernels.cpu import Pool
 
 _log = logging.getLogger("ocomm")
-#: The reason that a rank gives if it leaves to join again.
-REJOINS = "has left to join again"
 #: How many of a session's ``at_end`` are called: a search over hyperparameters makes many optimizers.
 _LAST_WORDS = 3
 #: How many optimizers of a session are counted for whoever watches the job: the last ones.

@@ -29,6 +29,9 @@ EQUALLY_MANY = {
 }
 #: What to do after a step that was interrupted on one rank.
 INTERRUPTED = "Wrap the optimizer anew, and load a state, on all ranks."
+#: The reason that a rank of an elastic job gives if it leaves to join again, and what the others are to do.
+REJOINS = "has left to join again"
+REJOIN = "Go back to the last commit and join again, too, as hvd.elastic.run does."
 
 
 class Wait(NamedTuple):
@@ -111,15 +114,18 @@ def wait(
                 raise StallError(why)
             interrupted = dict(watch.waits.interrupted.get(watch.name, {}))
             departed = {rank: how for rank, how in {**interrupted, **watch.departed()}.items() if rank in late}
+            rejoins = REJOINS in departed.values()  # and goes back to a commit, so that this exchange does not count
             if not departed:
                 owing_since = None
             elif owing_since is None:
                 owing_since = now
-            elif now - owing_since > _GRACE_S:
+            elif rejoins or now - owing_since > _GRACE_S:
                 channel.abandon()
                 reasons = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
                 advice = EQUALLY_MANY[watch.framework] if is_step else "All ranks must make the same calls."
-                if interrupted.keys() >= departed.keys():
+                if rejoins:
+                    advice = REJOIN
+                elif interrupted.keys() >= departed.keys():
                     advice = INTERRUPTED if is_step else "Make a new group on all ranks."
                 raise PeerError(f"{what} cannot end: {reasons}. {advice}")
             if watch.stall_check_s and now - warned >= watch.stall_check_s:

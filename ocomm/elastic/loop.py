@@ -16,6 +16,7 @@ from typing import Any
 
 from ocomm import api
 from ocomm import session as sessions
+from ocomm.collectives.waiting import REJOINS
 from ocomm.elastic.keeper import Keeper
 from ocomm.elastic.state import ObjectState, State
 from ocomm.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -86,7 +87,7 @@ def _rejoin() -> bool:
     """
     session = sessions.current()
     process_sets = [ranks for number, ranks in sorted(session.set_ranks.items()) if number]
-    if not session.shutdown(why=sessions.REJOINS) or session.some_left_for_good:
+    if not session.shutdown(why=REJOINS) or session.some_left_for_good:
         return False
     api.init(process_sets=process_sets)
     return True

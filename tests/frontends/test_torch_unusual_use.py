@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ocomm.api import broadcast_object
+from ocomm.collectives.waiting import REJOINS
 from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError, StallError
 from ocomm.operations import add_process_set, remove_process_set
 from ocomm.runtime import bystanders
@@ -564,6 +565,24 @@ def test_the_others_hear_of_a_step_that_was_interrupted() -> None:
             one_step(parameters, again, step, rank)
 
     run(body)
+
+
+@threads_only
+def test_a_step_that_waits_for_a_rank_that_joins_again_says_to_do_so_too() -> None:
+    def body(session: Session) -> None:
+        rank, parameters = rank_of(session), make_parameters()
+        optimizer = wrap(parameters)
+        one_step(parameters, optimizer, 1, rank)
+        if rank > 0:
+            with pytest.raises(PeerError) as error:
+                one_step(parameters, optimizer, 2, rank)
+            assert str(error.value) == (
+                "DistributedOneBitAdam: step 2 cannot end: rank 0 has left to join again. Go back to the last commit "
+                "and join again, too, as hvd.elastic.run does."
+            )
+        session.shutdown(why=REJOINS)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
