@@ -372,7 +372,8 @@ def compressed_allreduce(
 
     Args:
         array: float32, with the same shape on all ranks and in every call with this name.
-        name: Names the array, and the errors that are kept for it.
+        name: Names the array, and the errors that are kept for it until the end of the job. Use the same names in each
+            step, not ``f"g{step}"``, each of which would keep memory.
         compressor: Only ``"onebit"``.
         process_set: The ranks that take part.
         hierarchical: Taken from the first call with a name. True: the ranks of a host add up first, and each compresses

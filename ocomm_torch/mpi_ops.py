@@ -271,7 +271,8 @@ def allreduce(
         average: Horovod's older form of ``op``: True for Average, False for Sum. Give one of the two at most.
         name: Matches the calls of different ranks; None to match them by their order.
         compression: A class of ``Compression``. ``Compression.onebit`` needs a name, float32 and Average, and is not
-            differentiable.
+            differentiable. Its errors are kept for each name until the end of the job: use the same names in each
+            step, not ``f"g{step}"``, each of which would keep memory.
         op: The reduction, Average if it is None.
         prescale_factor: Multiplies every input.
         postscale_factor: Multiplies the result.
