@@ -516,7 +516,10 @@ class CompressedOptimizer(HasRankState):
         self._gradients.note_change()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. Between backward and ``step()`` this also skips the step, on all ranks."""
+        """Clears the gradients. Between the last backward pass of a step and ``step()`` this also skips the step, on
+        all ranks. After an earlier pass (``backward_passes_per_step``, ``no_sync``) it ends the passes of this rank
+        alone: call ``skip()`` before it if the other ranks are to skip the step, too.
+        """
         if self._stepper.begun:
             self.skip()
             self._cleared += 1
