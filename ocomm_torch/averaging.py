@@ -75,8 +75,8 @@ class _Exchange:
     def deliver(self) -> None:
         """Waits, and writes the result into ``grad``, once: later changes of the gradient are the user's."""
         if self._finish is not None and self._error is None:
-            finish, self._finish = self._finish, None
-            self._try(finish)
+            self._try(self._finish)
+            self._finish = None
         if self._error is not None:
             raise self._error
 

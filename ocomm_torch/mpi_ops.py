@@ -443,9 +443,12 @@ def sparse_allreduce_async(
     indices = allgather_async(tensor.indices().t(), indices_name, process_set)
     values = allgather_async(tensor.values(), values_name, process_set)
     members = process_set.size()
+    found: list[Tensor] = []  # of both handles, also of one if a call of finish() was interrupted
 
     def finish() -> Tensor:
-        found_indices, found_values = synchronize(indices), synchronize(values)
+        for handle in (indices, values)[len(found) :]:
+            found.append(synchronize(handle))
+        found_indices, found_values = found
         if chosen == Average:
             found_values = found_values / members
         return torch.sparse_coo_tensor(found_indices.t(), found_values, tensor.shape, check_invariants=False).coalesce()

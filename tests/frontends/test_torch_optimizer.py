@@ -19,7 +19,7 @@ from ocomm.session import Session  # noqa: E402
 from ocomm.types import Settings  # noqa: E402
 from ocomm_torch import averaging, naming  # noqa: E402
 from ocomm_torch.diloco import _check_storage  # noqa: E402
-from tests.worlds import run_ranks  # noqa: E402
+from tests.worlds import interrupt_soon, run_ranks  # noqa: E402
 
 STEPS, BATCH = 5, 24
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -606,13 +606,42 @@ class TestRules:
             if len(calls) == 1:
                 raise KeyboardInterrupt
 
-        exchange = averaging._Exchange(lambda: calls.append("finish"), settle)
+        def finish() -> None:
+            calls.append("finish")
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        exchange = averaging._Exchange(finish, settle)
         with pytest.raises(KeyboardInterrupt):
             exchange.settle()
+        exchange.settle()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.deliver()
         for _ in range(2):
             exchange.settle()
             exchange.deliver()
-        assert calls == ["settle", "settle", "finish"]
+        assert calls == ["settle", "settle", "finish", "finish"]
+
+    def test_sparse_gradients_whose_average_was_interrupted_are_averaged_in_step(self) -> None:
+        def body(session: Session) -> list[float]:
+            embedding = torch.nn.Embedding(4, 1, sparse=True)
+            torch.nn.init.zeros_(embedding.weight)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(embedding.parameters(), lr=1.0), embedding.named_parameters()
+            )
+            loss = embedding(torch.tensor([hvd.rank()])).sum()
+            if hvd.rank() == 0:
+                interrupt_soon(KeyboardInterrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    loss.backward()
+                hvd.broadcast_object("interrupted", 0)
+            else:
+                hvd.broadcast_object(None, 0)
+                loss.backward()
+            optimizer.step()
+            return embedding.weight.flatten().tolist()
+
+        assert run_ranks(2, body) == [[-0.5, -0.5, 0.0, 0.0]] * 2
 
     def test_passes_before_zero_grad_do_not_count(self) -> None:
         def body(session: Session) -> list[Any]:
