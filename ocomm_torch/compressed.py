@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +40,7 @@ from ocomm_torch.gradients import Gradients
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder
-from ocomm_torch.mesh import DataAxis, LocalTensors, inside
+from ocomm_torch.mesh import DataAxis, LocalTensors
 from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
@@ -128,11 +129,8 @@ class CompressedOptimizer(HasRankState):
             self._common = replace(common, verify="version")
         #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
-        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        self._group_of = [group_of[id(p)] for p in self._parameters]
         groups = np.array(self._group_of, np.int64)
         self._group_tensors = [np.flatnonzero(groups == number) for number in range(len(self.param_groups))]
-        self._group_counts = [tensors.size for tensors in self._group_tensors]
         self._masters = Masters(self._tensors, self._placement, self._parameters)
         self._has_masters = any(m is not p for m, p in zip(self._masters.stepped, self._tensors, strict=True))
         self._gradients = Gradients(
@@ -214,11 +212,12 @@ class CompressedOptimizer(HasRankState):
         """Finds the addresses of parameters. Raises InvalidRequestError if they are not those that were wrapped."""
         if self._local.inside:
             self._local.follow()
-            addresses = [inside(p).data_ptr() for group in self.param_groups for p in group["params"]]
-        else:
-            addresses = [p.data_ptr() for group in self.param_groups for p in group["params"]]
+        now = [p for group in self.param_groups for p in group["params"]]
         counts = [len(group["params"]) for group in self.param_groups]
-        if addresses == self._addresses and counts == self._group_counts:
+        addresses = [p.data_ptr() for p in self._tensors]
+        # A comparison of lists would ask tensors that differ whether their elements are equal.
+        is_same = counts == self._group_counts and all(map(operator.is_, now, self._parameters))
+        if is_same and addresses == self._addresses:
             return
         self._check_groups()
         specs = self._driver.core.layout.tensors
@@ -246,28 +245,6 @@ class CompressedOptimizer(HasRankState):
         self._held += [p.detach() for p in self._tensors]
         self._addresses = addresses
         self._driver.core.tensors["param"] = [tensor.data_ptr() for tensor in self._masters.stepped]
-
-    def _check_groups(self) -> None:
-        """Raises InvalidRequestError if the groups do not have the parameters that they had when they were wrapped."""
-        now = [p for group in self.param_groups for p in group["params"]]
-        if sorted(map(id, now)) != sorted(map(id, self._parameters)):
-            raise InvalidRequestError(
-                f"the param groups of {self._driver.name} have {len(now)} parameters, not the {len(self._parameters)} "
-                "that were wrapped. " + self._fixed
-            )
-        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        for name, parameter, before in zip(self._names, self._parameters, self._group_of, strict=True):
-            if group_of[id(parameter)] != before:
-                raise InvalidRequestError(
-                    f"parameter '{name}' is in param group {group_of[id(parameter)]} now, and was in group {before} "
-                    "when it was wrapped. Put it back: a parameter that is to get options of its own later needs a "
-                    "group of its own when the optimizer is wrapped."
-                )
-        for name, parameter, found in zip(self._names, self._parameters, now, strict=True):
-            if parameter is not found:
-                raise InvalidRequestError(
-                    f"parameter '{name}' has another place in its param group than when it was wrapped. Put it back."
-                )
 
     def _check_parameter(self, name: str, parameter: torch.Tensor) -> None:
         check_parameter(type(self).__name__, name, parameter)

@@ -130,7 +130,6 @@ class DiLoCo(HasRankState):
             unhook(parameter)
         _check_storage(self._names, self._tensors)
         super().__init__(optimizer)
-        self._group_counts = [len(group["params"]) for group in self.param_groups]
         self._evaluates = False
         #: What ``reset_inner_state`` returns to: most optimizers have no state before their first step.
         self._first_state = {p: copy.deepcopy(entry) for p, entry in self.state.items() if entry}
@@ -271,12 +270,7 @@ class DiLoCo(HasRankState):
     def _begin(self, call: str) -> None:
         self._require_own_parameters(call)
         self._local.follow()
-        counts = [len(group["params"]) for group in self.param_groups]
-        if counts != self._group_counts:
-            raise InvalidRequestError(
-                f"the param groups have {counts} parameters now, and had {self._group_counts} when they were wrapped: "
-                "DistributedDiLoCo syncs the tensors that it was made with."
-            )
+        self._check_groups()
         self._driver.start()
 
     def _end(self, moved: bool) -> None:

@@ -56,6 +56,9 @@ class HasRankState(CollectiveStep):
     _driver: Driver
     #: The runtime of the job to which the driver belongs.
     _runtime: Runtime | None
+    #: The parameters, in group order, and their names, which those of other tensors may follow.
+    _parameters: list[torch.Tensor]
+    _names: list[str]
     #: True while Torch adds the groups of the wrapped optimizer; no others may be added.
     _wrapping = False
 
@@ -68,6 +71,8 @@ class HasRankState(CollectiveStep):
         self.param_groups = optimizer.param_groups
         self.state = optimizer.state
         optimizer.state = self.state
+        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._group_counts = [len(group["params"]) for group in self.param_groups]
 
     @property
     def state(self) -> OwnState:
@@ -88,6 +93,32 @@ class HasRankState(CollectiveStep):
             f"Distributed{kind} exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
             f"new {type(self._inner).__name__} over all parameters, and load it there."
         )
+
+    def _check_groups(self) -> None:
+        """Raises InvalidRequestError if the groups do not have the parameters that they had when they were wrapped."""
+        now = [p for group in self.param_groups for p in group["params"]]
+        if len(now) != len(self._parameters):
+            raise InvalidRequestError(
+                f"the param groups of {self._driver.name} have {len(now)} parameters, not the {len(self._parameters)} "
+                "that were wrapped. " + self._fixed
+            )
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        for name, parameter, before in zip(self._names, self._parameters, self._group_of, strict=False):
+            if id(parameter) not in group_of:
+                raise InvalidRequestError(
+                    f"parameter '{name}' was replaced by another one in its param group. " + self._fixed
+                )
+            if group_of[id(parameter)] != before:
+                raise InvalidRequestError(
+                    f"parameter '{name}' is in param group {group_of[id(parameter)]} now, and was in group {before} "
+                    "when it was wrapped. Put it back: a parameter that is to get options of its own later needs a "
+                    "group of its own when the optimizer is wrapped."
+                )
+        for name, parameter, found in zip(self._names, self._parameters, now, strict=False):
+            if parameter is not found:
+                raise InvalidRequestError(
+                    f"parameter '{name}' has another place in its param group than when it was wrapped. Put it back."
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises InvalidRequestError, because the parameters are fixed."""

@@ -687,6 +687,25 @@ def test_options_that_cannot_be_are_named() -> None:
             DiLoCoOptions(**options)
 
 
+@pytest.mark.parametrize("is_grown", [False, True], ids=["the same shape", "another shape"])
+def test_a_parameter_that_was_replaced_in_a_group_is_named_before_replicas_come_apart(is_grown: bool) -> None:
+    def body(session: Session) -> None:
+        run = Run(rank_of(session), sync_every=2)
+        run.train(1, 3)
+        data = run.parameters[1].detach().clone()
+        run.parameters[1] = torch.nn.Parameter(torch.cat([data, data]) if is_grown else data)
+        run.inner.param_groups[0]["params"][1] = run.parameters[1]
+        before = digest(run.values)
+        for call in (run.optimizer.step, run.optimizer.finish):
+            with pytest.raises(
+                InvalidRequestError, match=r"'tensor\.1' was replaced by another one in its param group. .* new AdamW"
+            ):
+                call()
+        assert digest(run.values) == before
+
+    run_ranks(2, body)
+
+
 def test_what_cannot_be_wrapped_is_named() -> None:
     def body(session: Session) -> None:
         def one(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:

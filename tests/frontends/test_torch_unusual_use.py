@@ -19,6 +19,7 @@ from ocomm.operations import add_process_set, remove_process_set
 from ocomm.runtime import bystanders
 from ocomm.session import Session
 from ocomm.types import Settings
+from ocomm_torch.compression import Compression
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
@@ -215,6 +216,30 @@ def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do(
             one_step(parameters, optimizer, 2, rank)
 
     run(body)
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["the same memory", "other memory"])
+@pytest.mark.parametrize("kind", [*KINDS, "int8"])
+def test_a_parameter_that_was_replaced_in_a_group_is_named(kind: str, is_copied: bool) -> None:
+    """Steps would move the old one, or the memory of both by gradients of the old one."""
+
+    def body(session: Session) -> None:
+        parameters = make_parameters()
+        rank = rank_of(session)
+        if kind == "int8":
+            optimizer: Any = DistributedOptimizer(torch.optim.Adam(parameters), compression=Compression.int8)
+        else:
+            optimizer = KINDS[kind].wrap(parameters)
+        for step in (1, 2):
+            one_step(parameters, optimizer, step, rank)
+        data = parameters[2].data
+        parameters[2] = optimizer.param_groups[0]["params"][2] = torch.nn.Parameter(data.clone() if is_copied else data)
+        before = values(parameters)
+        with pytest.raises(InvalidRequestError, match=r"parameter 'parameter.0.2' was replaced by another"):
+            one_step(parameters, optimizer, 3, rank)
+        assert values(parameters) == before
+
+    run_ranks(2, body)
 
 
 def twice() -> torch.optim.Optimizer:
