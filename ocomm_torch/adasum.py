@@ -76,6 +76,7 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
             return super().step() if closure is None else super().step(closure)
         if self._dead is not None:
             raise HorovodInternalError(*self._dead.args)
+        self._name_new()
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         starts = [p.detach().clone() for p in trained]
         if closure is None:

@@ -55,6 +55,21 @@ def test_a_step_is_the_adasum_of_the_ranks_own_steps(size: int, kind: str) -> No
     assert all(other == first for other in rest)
 
 
+def test_a_parameter_that_is_new_in_a_group_gets_a_name_and_is_combined() -> None:
+    def body(session: Session) -> list[float]:
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), op=hvd.Adasum
+        )
+        model.weight = optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.ones(2, 3))  # as pruning does
+        model.weight.grad = torch.full((2, 3), 1.0 + hvd.rank())
+        optimizer.step()
+        return model.weight.flatten().tolist()
+
+    first, second = run_ranks(2, body)
+    assert first == second and first[0] < 1.0
+
+
 def test_a_closure_schedulers_and_compression_work_and_nothing_can_be_skipped() -> None:
     def body(session: Session) -> None:
         model = model_and_gradients(hvd.rank())
