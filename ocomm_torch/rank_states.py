@@ -91,7 +91,8 @@ class HasRankState(CollectiveStep):
         kind = type(self).__name__
         return (
             f"Distributed{kind} exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
-            f"new {type(self._inner).__name__} over all parameters, and load it there."
+            f"new {type(self._inner).__name__} over all parameters, and load it there; or, where their number or "
+            'shapes change, make its "state" and "param_groups" fit, and load these before you wrap.'
         )
 
     def _check_groups(self) -> None:

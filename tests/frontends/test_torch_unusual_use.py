@@ -192,7 +192,8 @@ def test_a_gradient_of_another_size_is_not_read_and_is_refused_by_name(dtype: to
 def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do() -> None:
     advice = (
         "DistributedOneBitAdam exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
-        "new Adam over all parameters, and load it there."
+        'new Adam over all parameters, and load it there; or, where their number or shapes change, make its "state" '
+        'and "param_groups" fit, and load these before you wrap.'
     )
 
     def body(rank: int) -> None:
@@ -240,6 +241,28 @@ def test_a_parameter_that_was_replaced_in_a_group_is_named(kind: str, is_copied:
         assert values(parameters) == before
 
     run_ranks(2, body)
+
+
+def test_moments_that_were_made_to_fit_new_shapes_are_gone_on_from() -> None:
+    def body(rank: int) -> tuple[str, str]:
+        parameters = make_parameters()
+        optimizer = wrap(parameters)
+        for step in range(1, 5):
+            one_step(parameters, optimizer, step, rank)
+        saved = optimizer.state_dict()
+        for entry in saved["state"].values():
+            entry.update({name: torch.cat([entry[name], entry[name][:1]]) for name in ("exp_avg", "exp_avg_sq")})
+        grown = [torch.nn.Parameter(torch.cat([p.detach(), p.detach()[:1]])) for p in parameters]
+        adam = torch.optim.Adam(grown, lr=1e-2)
+        adam.load_state_dict({"state": saved["state"], "param_groups": saved["param_groups"]})
+        again = DistributedOneBitAdam(adam, freeze_step=3)
+        for p in grown:
+            p.grad = torch.ones_like(p)
+        again.step()
+        assert again.state_dict()["state"][0]["step"] == 5
+        return values(grown), again.compression_report()["stage"]
+
+    assert run(body)[1] == "compressed"
 
 
 def twice() -> torch.optim.Optimizer:
