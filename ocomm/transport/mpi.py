@@ -77,6 +77,7 @@ def _load(one_host: bool = False, ranks_of_host: int = 1) -> ModuleType:
     else:
         os.environ.update(settings)
         _initialize(MPI)
+        _leave_together(MPI)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise LaunchError(
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the background thread needs. Call init() before "
@@ -96,6 +97,34 @@ def _initialize(mpi: ModuleType) -> None:
         raise LaunchError(f"MPI_Init_thread failed with code {code}")
     for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
         communicator.Set_errhandler(mpi.ERRORS_RETURN)  # errors become exceptions, as when mpi4py starts MPI
+
+
+def _leave_together(mpi: ModuleType) -> None:
+    """Waits until all ranks are ready for messages, where Slurm's PMIx connects those of Open MPI.
+
+    Open MPI ends MPI_Init with a fence of PMIx that carries no data. Slurm lets ranks of one host through it before
+    those of others have come, unless ``SLURM_PMIX_FENCE=ring``. A message that reaches a rank inside MPI_Init crashes
+    the job (open-mpi/ompi#12495 and #13559). A fence that collects data waits for all.
+    """
+    if not _is_by_srun(mpi):
+        return
+    for path in _mapped("/libpmix.so"):
+        with contextlib.suppress(OSError, AttributeError):  # an older PMIx lacks the first function
+            pmix = ctypes.CDLL(path)
+            collect, info = ctypes.c_bool(True), ctypes.create_string_buffer(_PMIX_INFO_NBYTES)
+            pmix.PMIx_Info_load(info, b"pmix.collect", ctypes.byref(collect), ctypes.c_uint16(_PMIX_BOOL))
+            if code := pmix.PMIx_Fence(None, ctypes.c_size_t(0), info, ctypes.c_size_t(1)):
+                _log.warning("PMIx_Fence returned the error %d", code)
+            return
+
+
+_PMIX_BOOL = 1
+_PMIX_INFO_NBYTES = 4096  # more than a pmix_info_t has in any version
+
+
+def _is_by_srun(mpi: ModuleType) -> bool:
+    """Returns True if Slurm's PMIx connects ranks of Open MPI; ``mpirun`` in an allocation brings a PMIx of its own."""
+    return mpi.get_vendor()[0] == "Open MPI" and os.environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix")
 
 
 def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, str]:
@@ -314,8 +343,13 @@ def _loaded_library(mpi: ModuleType) -> ctypes.CDLL:
 
 def _library_paths(mpi: ModuleType) -> list[str]:
     """Returns the paths of mpi4py's extension, and of every libmpi that this process has mapped."""
+    return [str(mpi.__file__), *_mapped("/libmpi")]
+
+
+def _mapped(name: str) -> list[str]:
+    """Returns the paths with ``name`` in them of what this process has mapped."""
     with open("/proc/self/maps") as maps:
-        return [str(mpi.__file__), *sorted({line.split()[-1] for line in maps if "/libmpi" in line})]
+        return sorted({line.split()[-1] for line in maps if name in line})
 
 
 class MpiTransport:

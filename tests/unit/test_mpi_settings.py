@@ -45,6 +45,43 @@ def test_every_library_gets_its_settings(vendor: str, one_host: bool, expected: 
     assert mpi._settings(library(tmp_path, vendor), one_host, 1) == expected
 
 
+@pytest.mark.parametrize(
+    ("vendor", "namespace", "mapped", "calls"),
+    [
+        ("Open MPI", "slurm.pmix.10.0", ["/x/libpmix.so.2"], [b"pmix.collect", 1]),
+        ("Open MPI", "slurm.pmix.10.0", [], []),
+        ("Open MPI", "prterun-node1-64@1", ["/x/libpmix.so.2"], []),  # mpirun inside an allocation
+        ("Open MPI", "", ["/x/libpmix.so.2"], []),
+        ("MPICH", "slurm.pmix.10.0", ["/x/libpmix.so.2"], []),
+    ],
+)
+def test_ranks_of_open_mpi_leave_mpi_init_together_under_srun(
+    vendor: str, namespace: str, mapped: list[str], calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+
+    def load(info: Any, key: bytes, value: Any, kind: Any) -> None:
+        done.append(key)
+
+    def fence(ranks: None, number: Any, info: Any, infos: Any) -> int:
+        done.append(infos.value)
+        return 0
+
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("PMIX_NAMESPACE", namespace)
+    monkeypatch.setattr(mpi, "_mapped", lambda name: mapped)
+    monkeypatch.setattr("ctypes.CDLL", lambda path: SimpleNamespace(PMIx_Info_load=load, PMIx_Fence=fence))
+    mpi._leave_together(library(tmp_path, vendor))
+    assert done == calls
+
+
+def test_a_pmix_without_a_fence_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMIX_NAMESPACE", "slurm.pmix.10.0")
+    monkeypatch.setattr(mpi, "_mapped", lambda name: ["/x/libpmix.so.2"])
+    monkeypatch.setattr("ctypes.CDLL", lambda path: SimpleNamespace())
+    mpi._leave_together(library(tmp_path))
+
+
 def test_mpich_reads_no_memory_where_a_container_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mpi.may_read_memory()
     monkeypatch.setattr(mpi, "may_read_memory", lambda: False)
