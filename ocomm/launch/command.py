@@ -372,6 +372,8 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         # sm.
         parameters = [*_transport(request, five=False), *OPEN_MPI.items(), *_tcp_interfaces(request)]
         added |= {f"OMPI_MCA_{name}": value for name, value in parameters if not _chosen_by_user(request, name)}
+        # A script may start MPI by itself: with Slurm's default Open MPI leaves MPI_Init before all ranks are ready.
+        added |= _unset(request, {"SLURM_PMIX_FENCE": "ring"})
     elif request.library_family == "MPICH":
         added |= _unset(request, MPICH)
     if request.tcp_only and not open_mpi:

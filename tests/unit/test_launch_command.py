@@ -200,8 +200,11 @@ def test_srun_sets_open_mpi_through_the_environment():
             "OMPI_MCA_btl_tcp_max_send_size": "1048576",
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_opal_abort_delay": "5",
+            "SLURM_PMIX_FENCE": "ring",
         },
     )
+    request = local(hosts=(), library_family="Open MPI", environ={"SLURM_PMIX_FENCE": "tree"})
+    assert "SLURM_PMIX_FENCE" not in build(request, SRUN).added_environ
 
 
 def test_srun_puts_the_same_number_of_ranks_on_each_host_that_is_named():
