@@ -66,6 +66,17 @@ def environment(library: str, one_host: bool) -> dict[str, str]:
     return variables
 
 
+def pmix_security(offered: str) -> dict[str, str]:
+    """Returns the variable for a PMIx whose server offers ``offered`` in ``PMIX_SECURITY_MODE``: none if it need not
+    choose.
+
+    Slurm offers "munge,native". The PMIx of the Open MPI that pip installs has no munge, and would print two blocks of
+    alarm for each rank before it takes the other one.
+    """
+    modes = offered.split(",")
+    return {"PMIX_MCA_psec": "native"} if "native" in modes and len(modes) > 1 else {}
+
+
 def segment(major: int, ranks: int, free_nbytes: int) -> dict[str, str]:
     """Returns the variable that lets the ranks of a host share what shared memory it has; none where it is enough.
 

@@ -139,6 +139,8 @@ def _settings(mpi: ModuleType, one_host: bool, ranks_of_host: int) -> dict[str, 
         with contextlib.suppress(OSError):  # no such folder: Open MPI takes another
             memory = os.statvfs("/dev/shm")
             wanted |= mpi_settings.segment(version[0], ranks_of_host, memory.f_bavail * memory.f_frsize)
+    if _is_by_srun(mpi):
+        wanted |= mpi_settings.pmix_security(os.environ.get("PMIX_SECURITY_MODE", ""))
     if name == "MPICH" and not may_read_memory():
         wanted |= mpi_settings.MPICH_WITHOUT_READING
     left = {variable: value for variable, value in wanted.items() if variable not in os.environ}

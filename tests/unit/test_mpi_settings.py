@@ -24,7 +24,7 @@ def library(tmp_path: Path, vendor: str = "Open MPI") -> Any:
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("OMPI_MCA_", "OPAL_", "UCX_", "FI_", "MPIR_")):
+        if name.startswith(("OMPI_MCA_", "OPAL_", "PMIX_", "UCX_", "FI_", "MPIR_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1 << 40, f_frsize=1))
@@ -80,6 +80,25 @@ def test_a_pmix_without_a_fence_is_left_alone(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(mpi, "_mapped", lambda name: ["/x/libpmix.so.2"])
     monkeypatch.setattr("ctypes.CDLL", lambda path: SimpleNamespace())
     mpi._leave_together(library(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("namespace", "offered", "chosen"),
+    [
+        ("slurm.pmix.10.0", "munge,native", "native"),
+        ("slurm.pmix.10.0", "munge", None),
+        ("slurm.pmix.10.0", "native", None),
+        ("prterun-node1-64@1", "munge,native", None),
+    ],
+)
+def test_pmix_under_srun_looks_for_no_munge(
+    namespace: str, offered: str, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMIX_NAMESPACE", namespace)
+    monkeypatch.setenv("PMIX_SECURITY_MODE", offered)
+    assert mpi._settings(library(tmp_path), False, 1).get("PMIX_MCA_psec") == chosen
+    monkeypatch.setenv("PMIX_MCA_psec", "munge")
+    assert "PMIX_MCA_psec" not in mpi._settings(library(tmp_path), False, 1)
 
 
 def test_mpich_reads_no_memory_where_a_container_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
