@@ -210,7 +210,7 @@ def _start_mpi(
     session.network = mpi.name()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
-        raise LaunchError(_other_size(launch, world.size, mpi.library_version()))
+        raise LaunchError(_other_size(launch, world.size, mpi.library_version(), os.environ))
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
     if with_torch_env:
         _set_torch_variables(session)
@@ -283,10 +283,15 @@ def _open_world(
     return world
 
 
-def _other_size(launch: Launch, size: int, library: str) -> str:
+def _other_size(launch: Launch, size: int, library: str, environ: Mapping[str, str]) -> str:
     """Returns why MPI sees a world of ``size`` ranks."""
     seen = f"{launch.variable}={launch.size}, but MPI sees a world of {size}: "
-    if launch.variable == "SLURM_NTASKS":
+    if launch.variable == "SLURM_NTASKS" and "SLURM_STEP_ID" not in environ:
+        return seen + (
+            "this process was started by the batch script itself, not by srun. Write srun --mpi=pmix python train.py "
+            "there (--mpi=pmi2 for MPICH and Intel MPI), with -n1 to run alone."
+        )
+    if launch.variable == "SLURM_NTASKS" or (launch.variable == "PMI_SIZE" and "SLURM_PROCID" in environ):
         return seen + (
             f"srun has not connected its tasks to mpi4py's '{library}'. Start with srun --mpi=pmix (Open MPI) or "
             "--mpi=pmi2 (MPICH, Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with "

@@ -263,14 +263,26 @@ def test_a_launcher_of_another_mpi_is_named() -> None:
     )
 
 
-def test_srun_that_does_not_speak_pmix_is_told_apart() -> None:
-    ended = one_rank("bootstrap.initialize()", SLURM_NTASKS="2", SLURM_PROCID="0", SLURM_JOB_ID="7")
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "PMI_SIZE"])
+def test_srun_that_does_not_speak_pmix_is_told_apart(variable: str) -> None:
+    task = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
+    ended = one_rank("bootstrap.initialize()", **task, **{variable: "2"})
     assert ended.code == 1
     assert re.fullmatch(
-        r"ocomm\.errors\.LaunchError: SLURM_NTASKS=2, but MPI sees a world of 1: srun has not connected its tasks "
-        r"to mpi4py's '.*'\. Start with srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 \(MPICH, Intel MPI\), of those that "
-        r"srun --mpi=list shows, or, inside the allocation, with ocommrun -np N\.",
-        ended.stderr.splitlines()[-1],
+        variable + r"=2, but MPI sees a world of 1: srun has not connected its tasks to mpi4py's '.*'\. Start with "
+        r"srun --mpi=pmix \(Open MPI\) or --mpi=pmi2 \(MPICH, Intel MPI\), of those that srun --mpi=list shows, or, "
+        r"inside the allocation, with ocommrun -np N\.",
+        ended.stderr.splitlines()[-1].removeprefix("ocomm.errors.LaunchError: "),
+    )
+
+
+def test_a_batch_script_that_is_started_without_srun_is_told_so() -> None:
+    ended = one_rank("bootstrap.initialize()", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_JOB_ID="7")
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ocomm.errors.LaunchError: SLURM_NTASKS=4, but MPI sees a world of 1: this process was started by the batch "
+        "script itself, not by srun. Write srun --mpi=pmix python train.py there (--mpi=pmi2 for MPICH and Intel MPI), "
+        "with -n1 to run alone."
     )
 
 
