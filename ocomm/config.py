@@ -251,6 +251,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
         if environment.get(variable, "").isdigit() and (variable != "SLURM_NTASKS" or "SLURM_PROCID" in environment):
             number = environment.get(rank, "0")
             job = next((environment[name] for name in _JOBS if name in environment), "")
+            if job and (restarts := environment.get("SLURM_RESTART_COUNT", "0")) != "0":
+                job += f"-{restarts}"  # a job that Slurm starts again has the same names
             size = int(environment[variable])
             own = int(number) if number.isdigit() else 0
             local = int(next((text for name in _LOCAL_SIZES if (text := environment.get(name, "")).isdigit()), "0"))

@@ -38,7 +38,7 @@ class Arrival:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        name = "".join(c for c in job if c.isalnum()) or str(os.getppid())
+        name = "".join(c if c.isalnum() else "-" for c in job) or str(os.getppid())
         self._of_this_user = f"ocomm-{os.getuid()}-"
         self.folder = Path(tempfile.gettempdir()) / f"{self._of_this_user}{name}"
         self._descriptor = -1

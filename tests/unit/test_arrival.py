@@ -22,12 +22,17 @@ def test_who_has_left_a_file_has_arrived_and_the_last_removes_the_folder() -> No
     for rank in ranks:
         rank.__enter__()
     folder = ranks[0].folder
-    assert folder.name == f"ocomm-{os.getuid()}-job1" and folder.stat().st_mode & 0o777 == 0o700
+    assert folder.name == f"ocomm-{os.getuid()}-job-1" and folder.stat().st_mode & 0o777 == 0o700
     assert "init() (as seen from this host): [1]." in ranks[0].report()
     ranks[0].__exit__()
     assert "init() (as seen from this host): [0, 1]." in ranks[1].report()
     ranks[1].__exit__()
     assert not folder.exists()
+
+
+def test_steps_of_two_jobs_have_two_folders() -> None:
+    steps = [Arrival(job, 0, 2, 600.0) for job in ("slurm.pmix.10.42", "slurm.pmix.104.2", "slurm.pmix.104.2-1")]
+    assert len({step.folder for step in steps}) == 3
 
 
 def test_where_all_have_arrived_nobody_is_blamed() -> None:

@@ -108,6 +108,11 @@ def test_a_horovod_variable_without_meaning_is_ignored_and_known_by_name() -> No
          Launch("SLURM_NTASKS", 8, 5, "", is_on_one_host=True)),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_NNODES": "1", "SLURM_STEP_NUM_NODES": "2"},
          Launch("SLURM_NTASKS", 8, 5, "")),
+        # a job that Slurm has started again
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "2"},
+         Launch("SLURM_NTASKS", 8, 5, "9-2")),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "0"},
+         Launch("SLURM_NTASKS", 8, 5, "9")),
         ({"SLURM_NTASKS": "8"}, None),  # a batch script, not a task
         # torchrun inside a task of srun, of which there is one for each host
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "PMI_SIZE": "2", "PMI_RANK": "1", "TORCHELASTIC_RUN_ID": "none",
