@@ -187,8 +187,8 @@ def _chosen(overflow: tf.Tensor, repeat: Callable[[], list[tf.Tensor]], plain: S
 
 
 _exchanged = 0  # number of exchanges of this process outside of ``engine``
-_has_reduced = False  # whether one of them was an allreduce
-_reductions: list[engine.Call] = []  # the allreduces of all graphs
+_has_reduced = False  # whether one of them was part of an allreduce
+_reductions: list[engine.Call] = []  # the collectives of all graphs that are part of an allreduce
 
 
 def exchanged() -> int:
@@ -201,13 +201,20 @@ def has_reduced() -> bool:
     return _has_reduced or any(call.runs for call in _reductions)
 
 
-def _wait_for(session: Session, adapter: Any, calls: Iterable[tuple[Start, Sequence[Any], str | None]]) -> list[Any]:
+def _count(is_reduction: bool) -> None:
+    """Counts an exchange outside of ``engine``, before the other ranks can see it end: they may be threads of this
+    process.
+    """
     global _exchanged, _has_reduced
+    _exchanged += 1
+    _has_reduced |= is_reduction
+
+
+def _wait_for(session: Session, adapter: Any, calls: Iterable[tuple[Start, Sequence[Any], str | None]]) -> list[Any]:
     started = []
     for start, tensors, name in calls:
-        _exchanged += 1  # before the other ranks can see it end: they may be threads of this process
+        _count(isinstance(start, StartAllreduce))
         started.append(start(session, adapter, tensors, name))
-        _has_reduced |= isinstance(start, StartAllreduce)
     return [operation.wait() for operation in started]
 
 
@@ -307,14 +314,17 @@ def _gather(
     start: Start,
     process_set: ProcessSet,
     splits: Any = None,
+    is_reduction: bool = False,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Returns the results of a collective that may change the first dimension, and the rows of every rank for each of
     them.
 
-    The results of ``start`` are pairs (tensor, rows); with ``splits`` it takes one more argument.
+    The results of ``start`` are pairs (tensor, rows); with ``splits`` it takes one more argument. ``is_reduction``: it
+    is part of an allreduce of ``tf.IndexedSlices``.
     """
     session = sessions.current()
     if tf.executing_eagerly():
+        _count(is_reduction)
         given = start if splits is None else functools.partial(start, splits=np.asarray(splits))
         pairs = given(session, TENSORFLOW, tensors, name).wait()
         return [tensor for tensor, _ in pairs], [tf.constant(rows, tf.int64) for _, rows in pairs]
@@ -324,7 +334,10 @@ def _gather(
             given = start if splits is None else functools.partial(start, splits=engine.splits_of(works))
             return given(session, engine.TENSORS, works, name).then(lambda pairs: [rows for _, rows in pairs])
 
-        outputs, table = engine.gather(engine.Call(begin, name), tensors, splits, _label(kind, tensors, process_set))
+        call = engine.Call(begin, name)
+        if is_reduction:
+            _reductions.append(call)
+        outputs, table = engine.gather(call, tensors, splits, _label(kind, tensors, process_set))
         return outputs, tf.unstack(table, len(tensors))
     graph = tf.compat.v1.get_default_graph()
     with graph.name_scope(None):
@@ -335,6 +348,7 @@ def _gather(
         if splits is not None:
             given = functools.partial(start, splits=arrays[-1])
             arrays = arrays[:-1]
+        _count(is_reduction)
         pairs = given(session, NUMPY, arrays, wire_name).wait()
         return [array for array, _ in pairs] + [np.array(rows, np.int64) for _, rows in pairs]
 
@@ -513,8 +527,8 @@ def _allreduce_slices(
 ) -> list[tf.IndexedSlices]:
     _refuse_for_slices(op, factors, name)
     indices_name, values_name = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    indices = _allgather(_tensors(each.indices for each in slices), indices_name, process_set, grouped)
-    values = _allgather(_tensors(each.values for each in slices), values_name, process_set, grouped)
+    indices = _allgather(_tensors(each.indices for each in slices), indices_name, process_set, grouped, True)
+    values = _allgather(_tensors(each.values for each in slices), values_name, process_set, grouped, True)
     if op == Average:
         values = [each / process_set.size() for each in values]
     return [
@@ -560,14 +574,19 @@ def grouped_allreduce(
 
 
 def _allgather(
-    tensors: Sequence[tf.Tensor], name: str | None, process_set: ProcessSet, grouped: bool
+    tensors: Sequence[tf.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    grouped: bool,
+    is_reduction: bool = False,
 ) -> list[tf.Tensor]:
     def start(session: Session, adapter: Any, tensors: Sequence[Any], name: str | None) -> Operation:
         operation = operations.allgather(session, adapter, tensors, name, process_set, grouped)
         return operation if grouped else operation.then(lambda pair: [pair])
 
     def forward(inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        return _gather("grouped_allgather" if grouped else "allgather", inputs, name, start, process_set)
+        kind = "grouped_allgather" if grouped else "allgather"
+        return _gather(kind, inputs, name, start, process_set, is_reduction=is_reduction)
 
     def backward(grads: Sequence[tf.Tensor], rows: list[tf.Tensor]) -> list[tf.Tensor]:
         reduced = _reduced(grads, None, Average, 1.0, 1.0, process_set, grouped)

@@ -27,6 +27,7 @@ import numpy as np  # noqa: E402
 import ocomm_tf as hvd  # noqa: E402
 from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm_tf import mpi_ops  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 NUMBERS = [
@@ -361,6 +362,27 @@ class TestSlices:
                     np.testing.assert_array_equal(dense, np.abs(rows).sum(0) // size)
 
         run_ranks(size, body)
+
+    @pytest.mark.parametrize("gathers", ["slices", "a tensor"])
+    @ways
+    def test_only_an_allreduce_of_slices_counts_as_an_exchange_of_gradients(
+        self, way: Any, gathers: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mpi_ops, "_has_reduced", False)
+        monkeypatch.setattr(mpi_ops, "_reductions", [])
+
+        def body(session: Session) -> None:
+            def make() -> list[Any]:
+                if gathers == "slices":
+                    return [hvd.allreduce(tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]))).values]
+                return [hvd.allgather(tf.ones([1, 3]))]
+
+            before = mpi_ops.exchanged()
+            way(make)
+            assert mpi_ops.exchanged() > before
+
+        run_ranks(2, body)
+        assert mpi_ops.has_reduced() is (gathers == "slices")
 
     @ways
     def test_what_slices_do_not_have_is_not_implemented(self, way: Any) -> None:
