@@ -269,9 +269,19 @@ class OcommStrategy(DDPStrategy):
     # Evaluation
 
     def _share_buffers(self) -> None:
-        """Gives all ranks the buffers of rank 0, such as the means of BatchNorm, as DDP does it. Collective."""
-        if self.lightning_module is not None:
-            self._broadcast(list(self.lightning_module.named_buffers()))
+        """Gives all ranks the buffers of rank 0, such as the means of BatchNorm, as DDP does it. Collective.
+
+        Callbacks such as WeightAveraging put an averaged model's buffers in their place after this, so those, too.
+        """
+        module = self.lightning_module
+        if module is None:
+            return
+        named = list(module.named_buffers())
+        for number, callback in enumerate(module.trainer.callbacks):
+            averaged = getattr(callback, "_average_model", None)
+            if averaged is not None:
+                named += [(f"average {number}.{name}", buffer) for name, buffer in averaged.named_buffers()]
+        self._broadcast(named)
 
     def on_validation_start(self) -> None:
         """Called before validation. Collective."""
@@ -286,7 +296,8 @@ class OcommStrategy(DDPStrategy):
         self._share_buffers()
 
     def on_train_end(self) -> None:
-        """Says on rank 0 what was sent."""
+        """Shares the buffers that the run ends with, and says on rank 0 what was sent. Collective."""
+        self._share_buffers()
         for said in filter(None, map(trainers.summary, self.optimizers)):
             _rank_zero.rank_zero_info(said)
 

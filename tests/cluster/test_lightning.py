@@ -159,6 +159,22 @@ def test_parameters_are_those_of_a_loop_without_a_trainer() -> None:
         assert lightnings == by_hand and by_hand[1] == 0, (name, lightnings, by_hand)
 
 
+AVERAGED = """
+from lightning.pytorch.callbacks import EMAWeightAveraging
+for name in ("dense", "onebit_adam"):
+    net = Net()
+    trainer(OcommStrategy(name), callbacks=[EMAWeightAveraging(decay=0.9)]).fit(net, loader(), loader())
+    net.seen.append(net.net[1].running_mean.sum().item())  # of the averaged model, which the run ends with
+    assert len(net.seen) == 2 * 11 + 1 and all(len(set(sums)) == 1 for sums in zip(*hvd.allgather_object(net.seen)))
+    digest(net)
+say()
+"""
+
+
+def test_an_averaged_model_is_evaluated_with_the_buffers_of_rank_0() -> None:
+    assert said_by(AVERAGED) == {}
+
+
 USES = """
 said = {}
 def refused(name, call):
