@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -166,6 +167,10 @@ def _grid(axis: DataAxis, parameters: Sequence[Tensor], names: Mapping[Tensor, s
     return axis.grid(sessions.current(), "Optimizer", [names[p] for p in parameters], parameters, local)
 
 
+#: The classes in use that ``_subclassed`` has made. Loggers and profilers tell optimizers of one kind by their class.
+_made: WeakValueDictionary[tuple[type, type, str], type] = WeakValueDictionary()
+
+
 def _subclassed(optimizer: torch.optim.Optimizer, mixin: type, ending: str) -> Any:
     """Returns an optimizer that shares groups and state with ``optimizer``, and steps as ``mixin`` does. ``ending`` is
     that of its gradients' names.
@@ -173,7 +178,10 @@ def _subclassed(optimizer: torch.optim.Optimizer, mixin: type, ending: str) -> A
     base = type(optimizer)
     # Trainers for Horovod tell what is wrapped from what is not by the name of its module.
     module = "horovod.torch.optimizer" if as_horovod.is_installed() else base.__module__
-    wrapper = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__})
+    wrapper = _made.get((base, mixin, module))
+    if wrapper is None:
+        made = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__})
+        wrapper = _made.setdefault((base, mixin, module), made)
     wrapped: Any = object.__new__(wrapper)
     # A scheduler made before has set step() on the object, which would hide ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -488,6 +490,25 @@ class TestRules:
             assert [s["step"] for s in optimizer.state_dict()["state"].values()] == [2] * 4
 
         run_ranks(2, body)
+
+    def test_optimizers_of_one_class_stay_of_one_class_which_nothing_else_keeps(self) -> None:
+        """Lightning's LearningRateMonitor numbers equal names by the class."""
+
+        def body(session: Session) -> Any:
+            class Own(torch.optim.SGD):
+                pass
+
+            def wrapped(kind: Any, **options: Any) -> Any:
+                return hvd.DistributedOptimizer(kind(make_model().parameters(), lr=0.01), **options)
+
+            first, second = wrapped(Own), wrapped(Own)
+            assert type(first) is type(second)
+            assert len({type(first), type(wrapped(torch.optim.SGD)), type(wrapped(Own, op=hvd.Adasum))}) == 3
+            return weakref.ref(type(first))
+
+        found = run_ranks(2, body)
+        gc.collect()
+        assert [kept() for kept in found] == [None] * len(found)
 
     def test_both_optimizers_have_what_either_loads_and_a_schedule_goes_on(self) -> None:
         def body(session: Session) -> float:
