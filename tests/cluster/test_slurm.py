@@ -46,6 +46,48 @@ def on_head(*command: str, timeout_s: float = 120.0, **environment: str) -> subp
 
 def test_ranks_that_srun_starts_on_two_nodes_add_up() -> None:
     done = on_head(*SRUN, sys.executable, "-c", SUM)
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, PLACES, ""), done
+
+
+LATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+typedef void (*done_t)(int, void *);
+typedef int (*fence_t)(const void *, size_t, const void *, size_t, done_t, void *);
+struct end { done_t done; void *data; int status; };
+static void *later(void *given) {
+    struct end *end = given;
+    sleep(1);
+    end->done(end->status, end->data);
+    return NULL;
+}
+static void wait_first(int status, void *given) {
+    pthread_t thread;
+    ((struct end *)given)->status = status;
+    pthread_create(&thread, NULL, later, given);
+}
+/* Open MPI ends MPI_Init with it. */
+int PMIx_Fence_nb(const void *ranks, size_t count, const void *info, size_t infos, done_t done, void *data) {
+    fence_t fence = (fence_t)dlsym(dlopen("libpmix.so.2", RTLD_NOW | RTLD_NOLOAD), "PMIx_Fence_nb");
+    struct end *end = malloc(sizeof *end);
+    end->done = done;
+    end->data = data;
+    return fence(ranks, count, info, infos, wait_first, end);
+}
+"""
+
+
+def test_a_rank_that_leaves_mpi_init_late_gets_no_message_before() -> None:
+    """Slurm's fence lets the ranks of a node through before those of others: Open MPI crashed in the late rank."""
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    library = folder / "late_rank.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", library, "-ldl"], input=LATE, text=True, check=True)
+    start = f'[ "$SLURM_PROCID" = 0 ] && export LD_PRELOAD={library}; exec "$@"'
+    done = on_head(*SRUN, "bash", "-c", start, "bash", sys.executable, "-c", SUM)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, PLACES), done
 
 
