@@ -96,7 +96,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     request, launcher = _request(options, environ)
     is_srun = launcher.flavour is Flavour.SRUN
     if options.watch and not hosts:
-        raise LaunchError("--watch must know the hosts, also in an allocation: name them with -H a:2,b:2.")
+        raise LaunchError(f"--watch must know the hosts, also in an allocation: {_how_to_name_hosts(environ)}.")
     if options.watch and is_srun:
         raise LaunchError("--watch: ocommrun does not supervise what srun starts; use --metrics-port 9100 there.")
     ask = _asker(options, launcher, environ)
@@ -139,7 +139,9 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     if options.host_discovery_script is None:
         fixed = _hosts(options, environ)
         if not fixed:
-            raise LaunchError("an elastic job must know its hosts, also in an allocation: name them with -H a:2,b:2.")
+            raise LaunchError(
+                f"an elastic job must know its hosts, also in an allocation: {_how_to_name_hosts(environ)}."
+            )
         if options.hosts is None and options.hostfile is None and not is_in_allocation(environ):
             require_program(_command(options), environ)
             require_script(_command(options))
@@ -157,6 +159,12 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     script, slots = options.host_discovery_script, options.slots_per_host
     view = open_view() if options.watch else None
     return Supervisor(request, launcher, limits, ask, fixed, states, script, slots, options.verbose, view=view)
+
+
+def _how_to_name_hosts(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" not in environ:
+        return "name them with -H a:2,b:2"
+    return """for 2 ranks on each add -H "$(scontrol show hostnames | sed 's/$/:2/' | paste -sd,)\""""
 
 
 def _command(options: argparse.Namespace) -> tuple[str, ...]:

@@ -222,6 +222,24 @@ def test_ocommrun_supervises_where_the_launcher_would_not_name_who_has_died(
     assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
 
 
+def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypatch):
+    library = MpiLibrary("Open MPI", "5.0", "")
+    launcher = Launcher(Flavour.OPEN_MPI_5, "/bin/mpirun", "5.0")
+    monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (launcher, library))
+    options = make_parser().parse_args(["-np", "2", "--min-np", "1", sys.executable, "-c", "pass"])
+    needs = "an elastic job must know its hosts, also in an allocation: "
+    for variables, how in (
+        ({"PBS_NODEFILE": "/x"}, "name them with -H a:2,b:2."),
+        (
+            {"SLURM_JOB_ID": "1"},
+            "for 2 ranks on each add -H \"$(scontrol show hostnames | sed 's/$/:2/' | paste -sd,)\".",
+        ),
+    ):
+        with pytest.raises(LaunchError) as raised:
+            cli.make_supervisor(options, variables)
+        assert str(raised.value) == needs + how
+
+
 def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
     gone = tmp_path / "gone"
     gone.mkdir()
