@@ -444,18 +444,20 @@ class Stepper:
         norms = self._vote.norms
         if heard & Flag.EDITED and len(norms) > 1:
             low, high = int(np.argmin(norms)), int(np.argmax(norms))
+            where = (
+                f"{norms[low]:.6g} on rank {self.wire.ranks[low]} and {norms[high]:.6g} on rank {self.wire.ranks[high]}"
+            )
+            if norms[low] == norms[high]:
+                where = f"{norms[low]:.6g} on all ranks"
             _log.warning(
                 "%s: gradients were changed between backward and step(), before they were averaged: their norm is now "
-                "%.6g on rank %d and %.6g on rank %d. If each rank clips them by its own norm, the average is clipped "
+                "%s. If each rank clips them by its own norm, the average is clipped "
                 "by none: pass max_grad_norm= to the optimizer instead, which clips by the norm over all ranks; with "
                 "clip='previous' the exchange overlaps, too. If a step has several backward passes, pass "
                 "backward_passes_per_step=, or use no_sync() in all but the last. The step was exchanged again, and "
                 "from now on nothing overlaps; pass overlap=False if you want the changes.",
                 self.name,
-                norms[low],
-                self.wire.ranks[low],
-                norms[high],
-                self.wire.ranks[high],
+                where,
             )
             return
         if heard & Flag.HYPER:

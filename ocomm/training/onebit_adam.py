@@ -47,12 +47,18 @@ class AdamFrontend(MomentsFrontend, Protocol):
 
 def _why_dense(schedule: FreezeSchedule, steps: int) -> str:
     """Returns why none of ``steps`` steps was compressed, and what to change."""
+    dense = f"all {steps} steps were dense, so nothing was compressed"
+    if schedule.decided is not None and steps > schedule.decided:
+        return (
+            f"{dense}: when the warm-up was over, after step {schedule.decided}, the variance of all parameters was "
+            "zero, because no gradient other than zero had come. A parameter's own warm-up begins with its first."
+        )
     why = f"freeze_step is {schedule.freeze_step}"
     if schedule.freeze_step == "auto":
         why = f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {2 * schedule.window} steps"
     return (
-        f"all {steps} steps were dense, so nothing was compressed: {why}. Pass total_steps={steps}, with which the "
-        "warm-up takes a fifth of the run at most, or a smaller freeze_step."
+        f"{dense}: {why}. Pass total_steps={steps}, with which the warm-up takes a fifth of the run at most, or a "
+        "smaller freeze_step."
     )
 
 

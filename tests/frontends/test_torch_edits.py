@@ -218,9 +218,15 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
         if rank():
             clip(parameters)
 
+    def zero(parameters: Parameters) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 0.0)
+
     same_everywhere(lambda: train(compressed(), clip))
     (said,) = warned(caplog, "OneBitAdam")
     assert "their norm is now 0.1 on rank 0 and 0.2 on rank 1." in said and "pass max_grad_norm" in said
+    same_everywhere(lambda: train(compressed(), zero))
+    (said,) = warned(caplog, "OneBitAdam")
+    assert "their norm is now 0 on all ranks." in said
     same_everywhere(lambda: train(compressed(), on_one_rank))
     (said,) = warned(caplog, "OneBitAdam")
     assert "changed between backward and step()" in said and "0.2 on rank 1" in said

@@ -27,13 +27,13 @@ pytestmark = threads_only  # nothing here depends on the network
 WRAPS = {"1-bit Adam": DistributedOneBitAdam, "1-bit LAMB": DistributedOneBitLamb}
 
 
-def train(steps: int, kind: str = "1-bit Adam", **options: Any) -> dict[str, Any]:
-    """The report after so many steps."""
+def train(steps: int, kind: str = "1-bit Adam", scale: float = 1.0, **options: Any) -> dict[str, Any]:
+    """The report after so many steps, whose losses are multiplied by ``scale``."""
     parameters = [torch.nn.Parameter(torch.ones(40))]
     optimizer = WRAPS[kind](torch.optim.Adam(parameters), **options)
     for step in range(steps):
         optimizer.zero_grad()
-        (parameters[0] * torch.arange(40.0) * (step % 3 + 1 + rank())).sum().backward()
+        (parameters[0] * torch.arange(40.0) * (step % 3 + 1 + rank()) * scale).sum().backward()
         optimizer.step()
     return optimizer.compression_report()
 
@@ -58,6 +58,16 @@ def test_a_run_that_never_compressed_ends_with_a_warning(
     (said,) = warnings_of(caplog.records)
     assert said.startswith("DistributedOneBitAdam: all 7 steps were dense, so nothing was compressed: freeze_step")
     assert "Pass total_steps=7, with which the warm-up takes a fifth of the run at most" in said
+
+
+@pytest.mark.parametrize("options", [{"total_steps": 30}, {"freeze_step": 6}])
+def test_a_run_whose_gradients_are_zero_is_not_told_to_shorten_its_warm_up(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(2, lambda session: train(30, scale=0.0, **options))
+    (said,) = warnings_of(caplog.records)
+    assert "after step 6, the variance of all parameters was zero, because no gradient other than zero had come" in said
+    assert "Pass" not in said
 
 
 def test_a_run_is_told_in_three_lines(caplog: pytest.LogCaptureFixture) -> None:
