@@ -12,6 +12,7 @@ LAB=${SLURM_LAB:-$REPOSITORY/build/slurm}
 PACKAGES=$LAB/packages
 RUN=$LAB/run
 NETWORK=10.77.0
+LIMIT_S=1800 # a cluster that nobody has ended ends then
 
 fetch() {
     mkdir -p "$LAB/debs" "$PACKAGES"
@@ -33,7 +34,7 @@ first() {
         mount -t proc proc /proc; hostname $name; ip link set lo up
         $prepare
         touch $RUN/$name.ready
-        trap : TERM; while :; do sleep 1000 & wait; done" </dev/null >>"$RUN/$name.log" 2>&1 &
+        trap '' TERM; sleep $LIMIT_S; exit" </dev/null >>"$RUN/$name.log" 2>&1 &
     outer=$!
     for _ in $(seq 300); do
         [ -e "$RUN/$name.ready" ] && break
