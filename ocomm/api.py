@@ -102,41 +102,41 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Returns the number of this process in the job, from 0. Raises NotInitializedError before ``init()``."""
-    return sessions.current().place().rank
+    return sessions.current().known_topology().rank
 
 
 def size() -> int:
     """Returns the number of ranks in the job. Raises NotInitializedError before ``init()``."""
-    return sessions.current().place().size
+    return sessions.current().known_topology().size
 
 
 def local_rank() -> int:
     """Returns the number of this process among the ranks of its host, from 0. Raises NotInitializedError before
     ``init()``.
     """
-    return sessions.current().place().local_rank
+    return sessions.current().known_topology().local_rank
 
 
 def local_size() -> int:
     """Returns the number of ranks on this host. Raises NotInitializedError before ``init()``."""
-    return sessions.current().place().local_size
+    return sessions.current().known_topology().local_size
 
 
 def cross_rank() -> int:
     """Returns the number of this host among the hosts that have this local rank. Raises NotInitializedError before
     ``init()``.
     """
-    return sessions.current().place().cross_rank
+    return sessions.current().known_topology().cross_rank
 
 
 def cross_size() -> int:
     """Returns the number of hosts that have this local rank. Raises NotInitializedError before ``init()``."""
-    return sessions.current().place().cross_size
+    return sessions.current().known_topology().cross_size
 
 
 def is_homogeneous() -> bool:
     """Returns True if every host has the same number of ranks. Raises NotInitializedError before ``init()``."""
-    return sessions.current().place().is_homogeneous
+    return sessions.current().known_topology().is_homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

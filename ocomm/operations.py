@@ -167,7 +167,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Returns True if this rank is a member."""
-        return sessions.current().place().rank in self.ranks
+        return sessions.current().known_topology().rank in self.ranks
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -189,7 +189,7 @@ class _World(ProcessSet):
 
     @property
     def ranks(self) -> list[int]:
-        return list(range(sessions.current().place().size))
+        return list(range(sessions.current().known_topology().size))
 
     def __repr__(self) -> str:
         return "global_process_set"

@@ -333,7 +333,7 @@ class Session:
             )
         return self.runtime
 
-    def place(self) -> Topology:
+    def known_topology(self) -> Topology:
         """Returns the place of this rank in the job. Processes that the rank has forked, such as workers of data
         loaders, may ask for it, too. Raises NotInitializedError before ``start`` and after ``shutdown``.
         """

@@ -562,8 +562,6 @@ def _sizes(requests: Sequence[Request | None]) -> tuple[int, ...]:
     (alltoall).
     """
     kind = next(request for request in requests if request is not None).kind
-    if kind is Kind.ALLREDUCE:
-        return ()
     if kind is Kind.ALLGATHER:
         return tuple(request.shape[0] if request is not None else 0 for request in requests)
     if kind is Kind.ALLTOALL:

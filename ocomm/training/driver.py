@@ -34,7 +34,7 @@ from ocomm.telemetry.units import amount
 from ocomm.training import resume
 from ocomm.training.clipping import Clipping
 from ocomm.training.common import Common
-from ocomm.training.notices import Notices, follow, place
+from ocomm.training.notices import Notices, describe_ranks, follow
 from ocomm.training.opening import ON_HOST, meet, open_channel, open_grid
 from ocomm.types import Flag, Nodes, ReduceOp
 
@@ -188,7 +188,7 @@ class Driver:
     def _begin_notices(self) -> Notices:
         notices = follow(self.session, self.name, self.stepper.traffic, self.why_dense, self.core.dense_bits)
         hosts = self.session.require_topology().hosts
-        where = place([hosts[rank] for rank in self._ranks], self.session.network, self.on_devices)
+        where = describe_ranks([hosts[rank] for rank in self._ranks], self.session.network, self.on_devices)
         notices.begin(where, self.core.layout.numel, self.plan())
         return notices
 

@@ -27,7 +27,7 @@ def count(number: int) -> str:
     return f"{number / 1e6:.3g} million" if number >= 1e6 else str(number)
 
 
-def place(hosts: Sequence[str], network: str, is_on_devices: bool) -> str:
+def describe_ranks(hosts: Sequence[str], network: str, is_on_devices: bool) -> str:
     """Returns where the ranks are, and what connects them.
 
     Args:
@@ -186,7 +186,7 @@ def follow_dense(
     if own != 0:
         return notices
     if len(session.at_end) < _SPEAKERS:
-        where = place([topology.hosts[rank] for rank in ranks], session.network, is_on_devices)
+        where = describe_ranks([topology.hosts[rank] for rank in ranks], session.network, is_on_devices)
         plan = f"a step sends {amount(notices.nbytes)} per rank, dense."
         _log.log(NOTICE, "%s. %s, %s parameters: %s", where, name, count(numel), plan)
     session.at_end.append(notices)

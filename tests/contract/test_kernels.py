@@ -21,6 +21,16 @@ LENGTHS = ((), (1,), (31,), (4095,), (4096,), (4097,), (100003,), (1, 70, 4096, 
 SCALES = ("l1", "rms")
 
 
+def random_floats(rng: np.random.Generator, numel: int, extreme: bool) -> np.ndarray:
+    """Returns normal values among zeros of both signs; if ``extreme`` of any size that a float32 may have."""
+    x = rng.standard_normal(numel).astype(np.float32)
+    x[rng.random(numel) < 0.05] = 0.0
+    x[rng.random(numel) < 0.05] = -0.0
+    if extreme:
+        x *= np.exp2(rng.integers(-150, 100, numel)).astype(np.float32)
+    return x
+
+
 @dataclass
 class World:
     """A layout of some tensors, and everything a step needs, filled at random."""
@@ -65,12 +75,7 @@ class World:
         self.grads, self.params, self.momenta = ([self.floats(n + 1)[1:] for n in self.lengths] for _ in range(3))
 
     def floats(self, numel: int) -> np.ndarray:
-        x = self.rng.standard_normal(numel).astype(np.float32)
-        x[self.rng.random(numel) < 0.05] = 0.0
-        x[self.rng.random(numel) < 0.05] = -0.0
-        if self.extreme:
-            x *= np.exp2(self.rng.integers(-150, 100, numel)).astype(np.float32)
-        return x
+        return random_floats(self.rng, numel, self.extreme)
 
     def message(self) -> np.ndarray:
         """Random signs and scales of all blocks, as a rank would send them; odd bytes in front."""

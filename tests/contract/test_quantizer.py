@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, OWNERS, TENSOR, Kernels, reference
 from ocomm.kernels.reference import philox4x32, uniform
-from tests.contract.test_kernels import LENGTHS, all_same, bits_in, cpu_paths, few, same_bits, sevens, signs_in, span
+from tests.contract.test_kernels import (
+    LENGTHS,
+    all_same,
+    bits_in,
+    cpu_paths,
+    few,
+    random_floats,
+    same_bits,
+    sevens,
+    signs_in,
+    span,
+)
 
 EPS = 1e-12
 
@@ -53,12 +64,7 @@ class Model:
         self.grads, self.params = ([self.floats(n + 1)[1:] for n in self.lengths] for _ in range(2))
 
     def floats(self, numel: int) -> np.ndarray:
-        x = self.rng.standard_normal(numel).astype(np.float32)
-        x[self.rng.random(numel) < 0.05] = 0.0
-        x[self.rng.random(numel) < 0.05] = -0.0
-        if self.extreme:
-            x *= np.exp2(self.rng.integers(-150, 100, numel)).astype(np.float32)
-        return x
+        return random_floats(self.rng, numel, self.extreme)
 
     def tensors(self, **columns: object) -> np.ndarray:
         table = np.zeros(len(self.lengths), TENSOR)

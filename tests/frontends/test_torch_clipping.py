@@ -396,7 +396,11 @@ def test_options_may_be_numbers_of_numpy() -> None:
     numbers = {"block_size": np.int64(64), "max_grad_norm": np.float32(0.5), "backward_passes_per_step": np.int32(1)}
 
     def body(session: Session) -> None:
-        KINDS["Birder"].wrap([torch.nn.Parameter(torch.zeros(4))], **numbers)
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        optimizer = KINDS["Birder"].wrap([parameter], **numbers)
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+        assert parameter.any()
 
     run_ranks(2, body)
 
