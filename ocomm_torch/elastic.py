@@ -164,7 +164,8 @@ class TorchState(ObjectState):
 
     Modules, optimizers (plain, ``DistributedOptimizer`` or 1-bit), ElasticSamplers and other objects with
     ``state_dict`` and ``load_state_dict`` (LR schedulers, a GradScaler) are restored in place; other values are
-    attributes that are copied. The state of Torch's random number generator of the CPU is restored, too.
+    attributes that are copied. The state of Torch's random number generator of the CPU is restored, too. Gradients are
+    not kept: those of restored parameters become None.
 
     Args:
         model: A module, or None.
@@ -200,7 +201,9 @@ class TorchState(ObjectState):
         return {name: value.state_dict() if _has_state(value) else value for name, value in values.items()}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
-        """Loads the result of ``replicated``; modules, optimizers and samplers are changed in place."""
+        """Loads the result of ``replicated``; modules, optimizers and samplers are changed in place, and gradients
+        dropped, which are those of a step that was given up.
+        """
         # 1-bit optimizers compare their state with the parameters, which are therefore loaded first.
         for name in sorted(value, key=lambda name: isinstance(getattr(self, name), torch.optim.Optimizer)):
             target = getattr(self, name)
@@ -210,6 +213,9 @@ class TorchState(ObjectState):
                 target.load_state_dict(value[name])
             else:
                 setattr(self, name, value[name])
+        for name in value:
+            for parameter in _parameters(getattr(self, name)):
+                parameter.grad = None
 
     def own(self) -> dict[str, Any]:
         """Returns the rank states of 1-bit optimizers, and the state of the random number generator."""
@@ -307,6 +313,14 @@ class TorchState(ObjectState):
 
 def _has_state(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _parameters(value: Any) -> Iterable[torch.Tensor]:
+    """Returns the parameters of a module or of an optimizer."""
+    if isinstance(value, torch.nn.Module):
+        return value.parameters()
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else []
+    return [p for group in groups for p in group["params"]]
 
 
 def _set_of(value: Any) -> ProcessSet | None:

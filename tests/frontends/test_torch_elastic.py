@@ -351,6 +351,44 @@ def test_masks_of_dropout_stay_after_a_failure_within_an_epoch_if_the_loader_has
     assert whole == again
 
 
+@pytest.mark.skipif(MPI_SIZE > 0, reason="one rank")
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "int8"])
+def test_gradients_of_a_step_that_is_given_up_are_gone_when_it_is_made_again(kind: str) -> None:
+    more: dict[str, Any] = {} if kind == "DiLoCo" else {"backward_passes_per_step": 2}
+    if kind == "int8":
+        more["compression"] = hvd.Compression.int8
+
+    def body(session: Session, fail_at: int) -> list[float]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[kind if kind in OPTIMIZERS else "dense"](model, **more)
+        head = torch.nn.Linear(2, 1)  # without an optimizer
+        state = hvd.elastic.TorchState(model, optimizer, head=head, batch=0)
+        data = torch.randn(20, 4, 3)
+        passes = []
+
+        @hvd.elastic.run
+        def loop(state: Any) -> None:
+            assert not any(p.grad is not None and p.grad.any() for p in [*model.parameters(), *head.parameters()])
+            while state.batch < 20:
+                head(model(data[state.batch])).square().sum().backward()
+                passes.append(state.batch)
+                if len(passes) == fail_at:
+                    raise hvd.HorovodInternalError("on purpose")
+                state.batch += 1
+                if state.batch % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    state.commit()
+
+        loop(state)
+        assert len(passes) == 20 + (2 - fail_at % 2 if fail_at else 0)
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+    whole, *again = (run_ranks(1, lambda session, at=at: body(session, at)) for at in (0, 9, 10))
+    assert again == [whole, whole]
+
+
 @pytest.mark.parametrize("dtype", DTYPES.split())
 def test_tensors_are_written_without_pickle_and_come_back_in_every_bit(
     dtype: str, monkeypatch: pytest.MonkeyPatch
