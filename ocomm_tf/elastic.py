@@ -106,7 +106,8 @@ class TensorFlowKerasState(ObjectState):
     """Everything that training continues from: ``TensorFlowKerasState(model, optimizer, epoch=0, batch=0)``.
 
     Model and optimizer are changed in place; other values are attributes that are copied. 1-bit optimizers keep their
-    errors. The model must be built; an optimizer that is not is built here, which is collective.
+    errors, and random layers of Keras 3, such as Dropout, the seeds of their ranks. The model must be built; an
+    optimizer that is not is built here, which is collective.
 
     Args:
         model: A built Keras model.
@@ -131,50 +132,60 @@ class TensorFlowKerasState(ObjectState):
         # 1-bit optimizers have it, also inside a LossScaleOptimizer, and optimizers that average in codes.
         found = [self.optimizer, getattr(self.optimizer, "inner_optimizer", None)]
         self._onebit = next((each for each in found if hasattr(each, "ocomm_state")), None)
+        weights = {id(v) for v in model.weights}
+        #: The seeds of random layers, each rank's own. Keras 2 has no such variables.
+        self._seeds = [v for v in model.variables if id(v) not in weights]
         if process_set is None:
             process_set = getattr(self.optimizer, "ocomm_process_set", global_process_set)
         super().__init__(process_set, **kwargs)
 
     def replicated(self) -> dict[str, Any]:
-        """Returns the values of all variables, the state that 1-bit optimizers have beyond them, and the other
-        values.
+        """Returns the values of all variables but the seeds of random layers, the state that 1-bit optimizers have
+        beyond them, and the other values.
         """
         onebit = None if self._onebit is None else self._onebit.ocomm_state()
-        return {
-            "model": [v.numpy() for v in self.model.variables],
-            "onebit": onebit,
-            "optimizer": [v.numpy() for v in all_variables(self.optimizer)],
-            "values": super().replicated(),
-        }
+        variables = {target: [v.numpy() for v in found] for target, found in self._variables.items()}
+        return {**variables, "onebit": onebit, "values": super().replicated()}
 
     def load_replicated(self, value: dict[str, Any]) -> None:
         """Loads the result of ``replicated``; model and optimizer are changed in place."""
-        for target in ("model", "optimizer"):
-            for variable, saved in zip(all_variables(getattr(self, target)), value[target], strict=True):
+        for target, variables in self._variables.items():
+            for variable, saved in zip(variables, value[target], strict=True):
                 variable.assign(saved)
         if self._onebit is not None:
             self._onebit.ocomm_load_state(value["onebit"])
         super().load_replicated(value["values"])
 
     def own(self) -> Any:
-        """Returns the rank state of a 1-bit optimizer."""
-        return None if self._onebit is None else self._onebit.ocomm_rank_state()
+        """Returns the rank state of a 1-bit optimizer, and the seeds of random layers; None if there are neither."""
+        if self._onebit is None and not self._seeds:
+            return None
+        optimizer = None if self._onebit is None else self._onebit.ocomm_rank_state()
+        return {"optimizer": optimizer, "seeds": [v.numpy() for v in self._seeds]}
 
     def load_own(self, part: Part) -> None:
         """Loads results of ``own``. Errors of ranks that are lost start at zero; ``resumed`` reports what was done."""
+        if part.own is not None:
+            for variable, saved in zip(self._seeds, part.own["seeds"], strict=True):
+                variable.assign(saved)
         if self._onebit is None:
             return
+
+        def read(rank: int) -> Any:
+            found = part.read(rank)
+            return None if found is None else found["optimizer"]
+
         if part.alone:
-            source = one_state(part.read(part.rank))
+            source = one_state(read(part.rank))
         else:
-            source = Source(part.read, part.ranks, lambda rank: f"the part of rank {rank} of the commit", partial=True)
+            source = Source(read, part.ranks, lambda rank: f"the part of rank {rank} of the commit", partial=True)
         part.reports["optimizer"] = self._onebit.ocomm_load_rank_state(source)
 
     def sync(self) -> None:
         """Replaces the values by the first rank's if the ranks differ, and saves. Collective.
 
-        What only a rank has stays its own: accumulated gradients, and what a 1-bit optimizer keeps, unless the ranks'
-        optimizers differ in what they should have in common.
+        What only a rank has stays its own: seeds of random layers, accumulated gradients, and what a 1-bit optimizer
+        keeps, unless the ranks' optimizers differ in what they should have in common.
         """
         mine = self.replicated()
         said = api.allgather_object((_digest(mine), self._common(mine)), "elastic.digest", self.process_set)
@@ -201,13 +212,17 @@ class TensorFlowKerasState(ObjectState):
             local = onebit.ocomm_rank_state()  # with this rank's parameters
         first = self.from_first({name: value for name, value in mine.items() if name != "onebit"})
         own = {id(v) for v in accumulators(self.optimizer)}
-        for target in ("model", "optimizer"):
-            for variable, value in zip(all_variables(getattr(self, target)), first[target], strict=True):
+        for target, variables in self._variables.items():
+            for variable, value in zip(variables, first[target], strict=True):
                 if id(variable) not in own:
                     variable.assign(value)
         super().load_replicated(first["values"])
         if onebit is not None and local is not None:
             onebit.ocomm_load_rank_state(one_state(local))
+
+    @property
+    def _variables(self) -> dict[str, list[Any]]:
+        return {"model": list(self.model.weights), "optimizer": all_variables(self.optimizer)}
 
     def reset(self) -> None:
         """Connects 1-bit optimizers with the current ranks."""

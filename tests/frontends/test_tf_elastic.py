@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -231,3 +232,33 @@ def test_gradients_that_keras_has_accumulated_stay_each_rank_s_own_when_a_state_
 
     first, second = run_ranks(2, body)
     assert first != second
+
+
+def test_each_rank_keeps_the_seeds_of_its_dropout_also_on_disk(tmp_path: Path) -> None:
+    def body(session: Session, again: bool) -> tuple[list[float], list[float]]:
+        folder = hvd.broadcast_object(str(tmp_path))
+        session.settings = dataclasses.replace(session.settings, elastic_folder=folder)
+        dropout = keras.layers.Dropout(0.5, seed=10 + hvd.rank() + 5 * again)
+        model = keras.Sequential([keras.Input((64,)), dropout, dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * (1 + hvd.rank()))), loss="mse")
+        state = hvd.elastic.KerasState(model)
+
+        def mask() -> list[float]:
+            return np.array(dropout(np.ones((1, 64), np.float32), training=True)).ravel().tolist()
+
+        @hvd.elastic.run
+        def train(state: Any) -> tuple[list[float], list[float]]:
+            if again:
+                return mask(), mask()
+            mask()
+            state.commit()
+            drawn = mask(), mask()
+            state.restore()
+            assert (mask(), mask()) == drawn
+            return drawn
+
+        return train(state)
+
+    first, second = drawn = run_ranks(2, lambda session: body(session, False))
+    assert first[0] != second[0]
+    assert run_ranks(2, lambda session: body(session, True)) == drawn
