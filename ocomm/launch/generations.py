@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ocomm.errors import PeerError
 from ocomm.launch.hosts import Host, place, total_slots
 
-#: Number of generations in a row that fail without a commit, after which the job ends, because the next would fail,
+#: Number of generations in a row that fail without a new commit, after which the job ends, because the next would fail,
 #: too.
 LIMIT = 3
 #: The beginning of the reason for a rank that failed because another had.
@@ -95,8 +95,9 @@ class Generations:
         self._found: tuple[Host, ...] = ()
         self._order: list[str] = []  # hosts in the order of their first use, so that old ones keep their ranks
         self._out: dict[str, _Out] = {}
-        self._fruitless = 0  # number of generations in a row without a commit
+        self._fruitless = 0  # number of generations in a row without a new commit
         self._has_committed = False
+        self._commit_before = 0  # ``commit`` when the running generation began
         self._resets = 0
         self._last = ""
         self._waiting_since_s = now_s
@@ -112,9 +113,11 @@ class Generations:
     def committed(self, number: int) -> None:
         """Notes that the running generation has kept commit ``number``; 0 for none yet. It may be smaller than that
         of a generation before: another state counts its own, and a generation may have gone back further.
+
+        The same number is no progress: that commit was not whole, and the generation has gone back from it.
         """
         if number:
-            self.commit, self._has_committed = number, True
+            self.commit, self._has_committed = number, number != self._commit_before
 
     def ended(self, now_s: float, failures: Sequence[Failure], why: str = "") -> None:
         """Notes that the running generation has failed, because of ``failures`` or, if there are none, of ``why``."""
@@ -158,7 +161,7 @@ class Generations:
         """Returns what to do when no generation runs."""
         limits = self.limits
         if self._fruitless >= LIMIT:
-            return End(f"{LIMIT} generations in a row failed without a commit; the last: {self._last}")
+            return End(f"{LIMIT} generations in a row failed without a new commit; the last: {self._last}")
         if limits.resets is not None and self._resets > limits.resets:
             return End(f"the reset limit of {limits.resets} is used up; the last generation: {self._last}")
         hosts = self.outlook(now_s)
@@ -168,7 +171,7 @@ class Generations:
         enough = limits.wanted_ranks if not self.started and now_s < end_s else limits.min_ranks
         if slots >= enough or (slots >= limits.min_ranks and not self._hopes(now_s, end_s)):
             self.started += 1
-            self.running, self._has_committed = hosts, False
+            self.running, self._has_committed, self._commit_before = hosts, False, self.commit
             for host in hosts:
                 if host.name not in self._order:
                     self._order.append(host.name)

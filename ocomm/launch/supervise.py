@@ -271,7 +271,10 @@ class Supervisor:
         if not self.generations.commit:
             return ""
         where = f"{self.folder} on {', '.join(self._used)}"
-        return f" Commit {self.generations.commit} is in {where}; a job with that OCOMM_ELASTIC_FOLDER goes on from it."
+        return (
+            f" Commits up to {self.generations.commit} are in {where}; a job with that OCOMM_ELASTIC_FOLDER goes on "
+            "from the last one that is whole."
+        )
 
     def _clean(self) -> None:
         """Removes the commits of a job that has ended well, on all hosts that it has used."""

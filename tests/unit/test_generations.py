@@ -48,7 +48,7 @@ def test_three_failures_without_a_commit_are_the_end_and_a_commit_makes_up_for_t
     assert isinstance(generations.next(5.0), Start)
     generations.ended(6.0, [], "the launcher ended with status 3")
     assert generations.next(6.0) == End(
-        "3 generations in a row failed without a commit; the last: the launcher ended with status 3"
+        "3 generations in a row failed without a new commit; the last: the launcher ended with status 3"
     )
 
 
@@ -61,6 +61,17 @@ def test_a_commit_counts_also_if_a_generation_before_had_one_with_a_greater_numb
         generations.ended(now_s, [Failure("a", 1, "died")])
         assert generations.commit == number
     assert isinstance(generations.next(4.0), Start)
+
+
+def test_a_commit_that_the_generation_before_had_made_too_is_no_progress() -> None:
+    generations = job(Limits(2, 2), A)
+    for now_s in range(4):  # a rank dies in commit 5 each time, so that all go back to commit 4
+        assert generations.next(now_s) == Start(now_s + 1, (A,))
+        generations.committed(5)
+        generations.ended(now_s, [Failure("a", 1, "was ended by signal 9")])
+    assert generations.next(4.0) == End(
+        "3 generations in a row failed without a new commit; the last: rank 1 on a was ended by signal 9"
+    )
 
 
 def test_a_cooldown_lets_a_host_come_back_later_each_time() -> None:
