@@ -427,7 +427,9 @@ def _at_exit() -> None:
     if session.is_forked:
         return
     if session.supervisor is not None and _raised and session.is_initialized and not session.has_failed:
-        session.say_lost({session.require_topology().rank: _raised[0]})
+        # Another rank that has left in order does not know that this one needs it.
+        causes = {rank: how for rank, how in session.left_for_good.items() if f"rank {rank} {how}" in _raised[0]}
+        session.say_lost({**causes, session.require_topology().rank: _raised[0]})
     elif session.supervisor is not None and not _raised:
         session.supervisor.say("bye")
     session.shutdown(bool(_raised), _raised[0] if _raised else "shut down")

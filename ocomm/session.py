@@ -134,10 +134,10 @@ class Session:
         return self.runtime is not None and REJOINS in self.runtime.departed().values()
 
     @property
-    def some_left_for_good(self) -> bool:
-        """True if a rank has left the job, or had when this one left, and does not join again."""
+    def left_for_good(self) -> dict[int, str]:
+        """The ranks that have left the job, or had when this one left, and do not join again; and how they left."""
         departed = self._departed if self.runtime is None else self.runtime.departed()
-        return any(how != REJOINS for how in departed.values())
+        return {rank: how for rank, how in departed.items() if how != REJOINS}
 
     @property
     def is_forked(self) -> bool:

@@ -61,7 +61,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     failures = 1 if state.commits > commits else failures + 1
-                    if failures >= _LIMIT or session.has_failed or session.some_left_for_good:
+                    if failures >= _LIMIT or session.has_failed or session.left_for_good:
                         raise
                     _log.warning("%s: %s Going on from commit %d.", type(error).__name__, error, state.commits)
                     if not _rejoin():
@@ -87,7 +87,7 @@ def _rejoin() -> bool:
     """
     session = sessions.current()
     process_sets = [ranks for number, ranks in sorted(session.set_ranks.items()) if number]
-    if not session.shutdown(why=REJOINS) or session.some_left_for_good:
+    if not session.shutdown(why=REJOINS) or session.left_for_good:
         return False
     api.init(process_sets=process_sets)
     return True

@@ -122,6 +122,17 @@ def step(state):
     ]
 
 
+def test_a_rank_that_ends_before_the_others_is_named_and_not_who_waits_for_it(tmp_path: Path) -> None:
+    step = """
+def step(state):
+    if state.step == 4 and ocomm.rank() == 1:
+        sys.exit(0)
+"""
+    done = run(tmp_path, step, "-np", "2", "--min-np", "2", "--reset-limit", "0")
+    assert done.returncode == 1
+    assert said(done)[1] == "ocommrun: generation 1 failed: rank 1 on localhost has shut down; its last commit was 2"
+
+
 @pytest.mark.parametrize("number", few([signal.SIGINT, signal.SIGKILL], [signal.SIGKILL]))
 def test_ranks_end_with_their_ocommrun(number: signal.Signals, tmp_path: Path) -> None:
     step = """
