@@ -121,7 +121,8 @@ class TensorCodec(plain.Codec):
     def key(self, leaf: Any) -> Hashable:
         """Returns a key that is equal for tied parameters, which are several tensors of the same memory."""
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.numel():
-            return leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+            place = leaf.device, leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride()
+            return *place, leaf.is_conj(), leaf.is_neg(), leaf.requires_grad
         return id(leaf)
 
     def describe(self, leaf: Any) -> tuple[Any, np.ndarray] | None:

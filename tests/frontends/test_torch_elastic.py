@@ -415,6 +415,15 @@ def test_tied_parameters_are_written_once_and_other_objects_as_torch_does() -> N
     assert type(parameter) is torch.nn.Parameter and size == torch.Size([2])
 
 
+def test_tensors_of_one_memory_that_mean_different_things_stay_apart() -> None:
+    waves = torch.tensor([1 + 2j, 3 - 4j])
+    weight = torch.ones(2, requires_grad=True)
+    views = [waves, waves.conj(), waves.imag, waves.conj().imag, weight, weight.detach()]
+    back, _ = there_and_back(views)
+    assert [view.tolist() for view in back] == [view.tolist() for view in views]
+    assert [view.requires_grad for view in back] == [view.requires_grad for view in views]
+
+
 @pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam", "DiLoCo"])
 @pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "c", "d"], ["a", "c", "d", "e"]], ids="".join)
 def test_with_a_host_its_errors_are_lost_and_the_report_says_what_share_that_was(
