@@ -75,6 +75,8 @@ class State:
         if interrupt:
             if interrupt.relaunch:
                 self._keep()
+            elif interrupt.skip_sync:
+                self.share()
             raise interrupt
 
     def _keep(self) -> None:
@@ -115,7 +117,9 @@ class State:
         """Called after the job was joined again, before ``sync``."""
 
     def share(self) -> None:
-        """Makes equal, before a commit, what only some ranks have and all can have. Collective."""
+        """Makes equal what only some ranks have and all can have, before a commit or an interrupt that no sync follows.
+        Collective.
+        """
 
 
 class ObjectState(State):

@@ -487,3 +487,21 @@ def test_a_sampler_deals_what_is_left_to_all_ranks(size: int, shuffle: bool, len
         assert (sampler.epoch, sampler.processed_indices) == (2, done)
 
     run_ranks(size, body)
+
+
+def test_samples_since_the_last_commit_are_shared_before_an_interrupt_without_a_sync() -> None:
+    def body(session: Session) -> Any:
+        sampler = hvd.elastic.ElasticSampler(range(13))
+        state = hvd.elastic.TorchState(sampler=sampler)
+        list(sampler)
+        sampler.record_batch(0, 2)
+        if hvd.rank() == 1:
+            state.on_hosts_updated(added=False)
+        with pytest.raises(HostsUpdatedInterrupt):
+            state.check_host_updates()
+        state.on_reset()
+        return sampler.processed_indices, list(sampler)
+
+    (done, first), (same, second) = run_ranks(2, body)
+    assert len(done) == 4 and done == same
+    assert len(first) == len(second) == 5 and set(range(13)) - done <= set(first + second)
