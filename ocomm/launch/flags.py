@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ocomm.errors import LaunchError, clause
@@ -159,9 +160,33 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     return settings if options.torch_env else {**settings, "OCOMM_TORCH_ENV": "0"}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reads the words before the program only. By itself argparse would refuse a word after it that could be an
+    abbreviation of several flags.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        begin = self._begin_of_program(words)
+        options, unknown = super().parse_known_args(words[:begin], namespace)
+        options.command = words[begin:]
+        return options, unknown
+
+    def _begin_of_program(self, words: Sequence[str]) -> int:
+        """Returns the index of the first word that is neither a flag nor the value of one."""
+        flags = self._option_string_actions
+        index = 0
+        while index < len(words) and words[index].startswith("-") and words[index] not in ("-", "--"):
+            name, is_with_value, _ = words[index].partition("=")
+            meant = [name] if name in flags else [flag for flag in flags if flag.startswith(name)]
+            counts = [1 if flags[flag].nargs is None else int(flags[flag].nargs or 0) for flag in meant]
+            index += 1 if is_with_value else 1 + max(counts, default=0)
+        return min(index, len(words))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of ``ocommrun``. Names and meanings are horovodrun's; as there, flags can be abbreviated."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ocommrun",
         usage="ocommrun -np N [-H host:ranks,...] [flags] program [arguments]",
         description="Start a training program on N ranks.",

@@ -79,6 +79,29 @@ def test_flags_after_the_program_are_the_programs():
     assert options.command == ["python", "train.py", "-np", "9", "--verbose"]
 
 
+@pytest.mark.parametrize("word", ["--host", "--log", "--auto=1", "--no", "--h", "-h", "--version", "--nonsense", "-"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-np", "2"],
+        ["-n", "2", "--verb"],
+        ["-np=2", "-p22", "--mpi-args", "-x A"],
+        ["--num-proc=2", "--blacklist", "10", "20"],
+        ["-np", "2", "--"],
+    ],
+)
+def test_what_the_program_is_told_is_never_read_as_a_flag(flags, word):
+    program = ["python", "train.py", word, "1.2.3.4"]
+    options = make_parser().parse_args([*flags, *program])
+    assert (options.num_proc, options.command[flags[-1:] == ["--"] :]) == (2, program)
+
+
+def test_an_abbreviation_of_several_flags_is_refused_before_the_program(capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["-np", "2", "--host", "a:2", "python", "train.py"])
+    assert "ambiguous option: --host could match --hosts, --hostfile" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--autotuning", "--np", "--cycle-time-s"])
 def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
     with pytest.raises(SystemExit) as caught:
