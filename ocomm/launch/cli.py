@@ -25,7 +25,7 @@ from ocomm.launch.generations import Limits
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
 from ocomm.launch.hosts import Host, allocated_hosts, default_hostfile, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
-from ocomm.launch.supervise import Supervisor, make_folder
+from ocomm.launch.supervise import Supervisor, leave_supervised_job, make_folder
 from ocomm.launch.watch import open_view
 from ocomm.mpi_settings import HOSTFILES
 from ocomm.torch_variables import inherited
@@ -59,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
             text, complete = check.report(sys.executable, os.environ)
             print(text)
             return 0 if complete else 1
+        leave_supervised_job(os.environ)
         _take_default_hosts(options, os.environ)
         job = make_supervisor(options, os.environ) if is_elastic(options) else plan(options, os.environ)
         if isinstance(job, Supervisor):

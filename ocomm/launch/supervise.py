@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
@@ -48,6 +48,10 @@ _DISCOVERY_S = 1.0
 #: Limits for one run of the discovery script, and for the removal of commits, in seconds.
 _DISCOVERY_TIMEOUT_S = 30.0
 _CLEAN_S = 30.0
+#: Variables of ranks: where their commits are kept, how often the job has been started, and where its supervisor is.
+_FOLDER = "OCOMM_ELASTIC_FOLDER"
+_GENERATION = "OCOMM_ELASTIC_GENERATION"
+_SUPERVISOR = "OCOMM_ELASTIC_SUPERVISOR"
 
 
 class Supervisor:
@@ -93,7 +97,7 @@ class Supervisor:
         self._used: dict[str, bool] = {}  # the hosts of all generations, and whether each is this machine
         self._key = secrets.token_bytes(32)
         self._session_folder = ""  # of the running generation's launcher; "" for the usual one
-        given = request.environ.get("OCOMM_ELASTIC_FOLDER")
+        given = request.environ.get(_FOLDER)
         self._is_own_folder = not given
         token = secrets.token_hex(4)
         self.folder = given or os.path.join(tempfile.gettempdir(), f"ocomm-elastic-{os.getuid()}-{token}")
@@ -223,9 +227,9 @@ class Supervisor:
         self._used |= hosts
         settings = {
             **self.request.settings,
-            **({"OCOMM_ELASTIC_FOLDER": self.folder} if self.is_elastic else {}),
-            "OCOMM_ELASTIC_GENERATION": str(step.number),
-            "OCOMM_ELASTIC_SUPERVISOR": ",".join(f"{name}:{port}" for name in self._addresses(hosts)),
+            **({_FOLDER: self.folder} if self.is_elastic else {}),
+            _GENERATION: str(step.number),
+            _SUPERVISOR: ",".join(f"{name}:{port}" for name in self._addresses(hosts)),
         }
         ranks = total_slots(step.hosts)
         torch_environ = self.request.torch_environ
@@ -631,6 +635,15 @@ def said_by_launcher(text: str) -> tuple[dict[int, str], dict[int, str]]:
     """
     signalled = {int(rank): f"was ended by signal {number}" for rank, number in _SIGNAL.findall(text)}
     return signalled, {int(rank): f"ended with status {code}" for rank, code in _STATUS.findall(text)}
+
+
+def leave_supervised_job(environ: MutableMapping[str, str]) -> None:
+    """Removes from ``environ`` what a supervisor has told its ranks, one of which starts another job. That job would
+    look for a supervisor that is not its own, and take over the commits of this rank's job.
+    """
+    if _SUPERVISOR in environ:
+        for name in (_SUPERVISOR, _GENERATION, _FOLDER, KEY):
+            environ.pop(name, None)
 
 
 def make_folder(path: str) -> None:

@@ -22,6 +22,7 @@ from ocomm.launch.programs import require_program, require_script, with_horovod_
 from ocomm.launch.reach import HostState, is_this_machine, require_reachable, ssh_command
 from ocomm.launch.supervise import Supervisor
 from ocomm.mpi_settings import HOSTFILES
+from ocomm.runtime.supervisor_client import KEY
 from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
 
@@ -261,6 +262,21 @@ def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypat
         with pytest.raises(LaunchError) as raised:
             cli.make_supervisor(options, variables)
         assert str(raised.value) == needs + how
+
+
+@pytest.mark.parametrize("starts", ["plan", "make_supervisor"])
+def test_a_job_that_a_rank_starts_takes_nothing_over_from_that_ranks_supervisor(starts, monkeypatch, capsys):
+    def refuse(options, environ):
+        raise LaunchError(", ".join(name for name in environ if "OCOMM_ELASTIC" in name))
+
+    monkeypatch.setattr(cli, starts, refuse)
+    command = ["-np", "2", *(["--min-np", "1"] if starts == "make_supervisor" else []), "python", "train.py"]
+    monkeypatch.setenv("OCOMM_ELASTIC_FOLDER", "/commits")
+    assert main(command) == 1 and capsys.readouterr().err == "ocommrun: OCOMM_ELASTIC_FOLDER\n"
+    monkeypatch.setenv("OCOMM_ELASTIC_SUPERVISOR", "127.0.0.1:9")
+    monkeypatch.setenv("OCOMM_ELASTIC_GENERATION", "3")
+    monkeypatch.setenv(KEY, "0a0b")
+    assert main(command) == 1 and capsys.readouterr().err == "ocommrun: \n"
 
 
 def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch, capsys):
