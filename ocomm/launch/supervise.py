@@ -367,17 +367,17 @@ class _Job:
         If nobody reads that, the launcher hears so when it writes, as if it printed by itself. It would wait for ever
         for a pipe that is not emptied.
         """
-        while data := os.read(pipe.fileno(), 65536):
-            note(data)
-            try:
-                if self._view is not None:
-                    self._view.write(data)
-                else:
-                    sys.stderr.buffer.write(data)
-                    sys.stderr.flush()
-            except OSError:
-                pipe.close()
-                return
+        with pipe:
+            while data := os.read(pipe.fileno(), 65536):
+                note(data)
+                try:
+                    if self._view is not None:
+                        self._view.write(data)
+                    else:
+                        sys.stderr.buffer.write(data)
+                        sys.stderr.flush()
+                except OSError:
+                    return
 
     def _note(self, data: bytes) -> None:
         """Keeps the end of what the launcher has written, for diagnosis."""

@@ -29,6 +29,13 @@ from ocomm.launch.supervise import Discovery, Supervisor, _Job
 from ocomm.runtime import supervisor_client
 
 
+def join_readers(job: _Job) -> None:
+    """Waits until all output of a job has been read, and its pipe closed."""
+    for reader in job._readers:
+        reader.join(20.0)
+    assert job._process.stderr is not None and job._process.stderr.closed
+
+
 def test_a_port_that_is_another_programs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_client, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -54,10 +61,7 @@ def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_
         while not job._reported and time.monotonic() < end:
             job._listen(server)
     job._process.wait(20.0)
-    for reader in job._readers:
-        reader.join(20.0)
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     (failure,) = job.failures(lambda names: {})
     assert str(failure).startswith("rank 0 on a cannot be heard any more: the length of message 1 is not what")
     assert job.commit == 0
@@ -75,8 +79,7 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
         job._process.wait(20.0)  # before anything was heard, as on a machine with much to do
         said = SimpleNamespace(asked_to_end=0, generations=SimpleNamespace(committed=lambda number: None))
         job.watch(server, cast(Any, said))
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
     assert job.commit == 2
@@ -89,10 +92,7 @@ def test_a_generation_that_finds_no_commit_is_a_message_if_one_of_that_state_was
     job._process.wait(20.0)
     for state in ("set0.2", "set0.1"):
         job._hear(cast(Any, None), {"word": "anew", "state": state, "folder": "/tmp/kept"})
-    for reader in job._readers:
-        reader.join(20.0)
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     assert capsys.readouterr().err == (
         "ocommrun: commit 12 is gone: generation 2 has found none in /tmp/kept on a, b, and begins anew\n"
     )
@@ -197,10 +197,7 @@ def test_who_never_came_to_init_is_named_by_those_who_waited() -> None:
         for line in job._lines:
             line.close()
     job._process.wait(20.0)
-    for reader in job._readers:
-        reader.join(20.0)
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     assert [str(failure) for failure in job.failures(lambda names: {})] == [
         "rank 1 on b has not answered: it never came to init()",
         "rank 2 on b has not answered: it never came to init()",
@@ -227,8 +224,7 @@ def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> N
         assert until(all_are_lost)
     job._process.wait(20.0)
     job._clear_up(server)
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     assert [job._vanished[line] for line in job._ended] == [2, 0, 3, 1]
     assert list(map(str, job.failures(lambda names: {}))) == ["rank 2 on a died"]
 
@@ -329,8 +325,7 @@ def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_s
     said = SimpleNamespace(asked_to_end=asked, generations=SimpleNamespace(committed=lambda number: None))
     with Server("127.0.0.1", b"key") as server:
         status = job.watch(server, cast(Any, said))
-    assert job._process.stderr is not None
-    job._process.stderr.close()
+    join_readers(job)
     assert status == 128 + (signal.SIGINT if asked == signal.SIGINT else signal.SIGTERM)
 
 
