@@ -32,7 +32,7 @@ from ocomm.launch.generations import End, Failure, Generations, Limits, Start, W
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
 from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
-from ocomm.launch.watch import View
+from ocomm.launch.watch import View, write_all
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
 from ocomm.runtime.own_address import ALL_ADDRESSES
 from ocomm.runtime.supervisor_client import KEY, SILENT
@@ -365,7 +365,7 @@ class _Job:
         """Prints what the launcher and the ranks write.
 
         If nobody reads that, the launcher hears so when it writes, as if it printed by itself. It would wait for ever
-        for a pipe that is not emptied.
+        for a pipe that is not emptied. Words that cannot be printed for another reason, such as a full disk, are lost.
         """
         with pipe:
             while data := os.read(pipe.fileno(), 65536):
@@ -374,10 +374,11 @@ class _Job:
                     if self._view is not None:
                         self._view.write(data)
                     else:
-                        sys.stderr.buffer.write(data)
-                        sys.stderr.flush()
-                except OSError:
+                        write_all(sys.stderr, data)
+                except BrokenPipeError:
                     return
+                except OSError:
+                    pass
 
     def _note(self, data: bytes) -> None:
         """Keeps the end of what the launcher has written, for diagnosis."""
@@ -665,5 +666,4 @@ def _is_read() -> bool:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads it
-        sys.stderr.write(f"ocommrun: {text}\n")
-        sys.stderr.flush()
+        write_all(sys.stderr, f"ocommrun: {text}\n".encode(errors="backslashreplace"))

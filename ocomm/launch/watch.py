@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import select
 import sys
 import threading
 import time
@@ -161,6 +162,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
+def write_all(stream: TextIO, data: bytes) -> None:
+    """Writes all of ``data``, also to a pipe or terminal that somebody has made non-blocking. Raises OSError if that
+    cannot be.
+    """
+    # The buffer would keep what cannot be written, and Python would end with status 120 because of it.
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    while True:
+        data = data[raw.write(data) or 0 :]  # None: it would have to wait
+        if not data:
+            return
+        poll = select.poll()
+        poll.register(stream.fileno(), select.POLLOUT)
+        poll.poll()
+
+
 class View(Protocol):
     """Shows a job to whoever has asked for it."""
 
@@ -198,16 +214,14 @@ class PlainView:
             self._say()
 
     def write(self, data: bytes) -> None:
-        self._stream.buffer.write(data)
-        self._stream.flush()
+        write_all(self._stream, data)
 
     def close(self) -> None:
         self._say()
 
     def _say(self) -> None:
         if self._line:
-            self._stream.write(f"ocommrun: {self._line}\n")
-            self._stream.flush()
+            write_all(self._stream, f"ocommrun: {self._line}\n".encode(errors="backslashreplace"))
         self._line, self._said_s = "", self._clock()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -102,10 +103,45 @@ def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypa
     def refuse(data: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=SimpleNamespace(write=refuse), write=refuse))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=SimpleNamespace(write=refuse)))
     job = _Job(["sh", "-c", "exec head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
     assert job._process.wait(20.0) == -signal.SIGPIPE
     supervise._say("something")
+
+
+def test_words_that_find_the_disk_full_are_lost_and_the_launcher_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:  # closing it raises OSError if its buffer has kept anything
+        monkeypatch.setattr(sys, "stderr", full)
+        job = _Job(["sh", "-c", "head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+        assert job._process.wait(20.0) == 0
+        join_readers(job)
+        supervise._say("something")
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_a_slow_reader_gets_every_word_though_writes_to_it_do_not_wait(
+    buffering: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    data = bytearray()
+    with open(reader, "rb", buffering=0) as slow, open(writer, "wb", buffering) as stderr:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(cast(Any, stderr), write_through=True))
+        job = _Job(["sh", "-c", "head -c 300000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+        poll = select.poll()
+        poll.register(writer, select.POLLOUT)
+        assert until(lambda: not poll.poll(0))  # it is full
+
+        def has_all() -> bool:
+            data.extend(slow.read(65536) or b"")
+            return len(data) == 300_000
+
+        assert until(has_all), len(data)
+        join_readers(job)
+        monkeypatch.undo()
+    assert job._process.wait(20.0) == 0
 
 
 def test_a_folder_for_output_is_made_or_named(tmp_path: Path) -> None:

@@ -160,14 +160,16 @@ def test_every_counter_is_declared_and_on_the_page() -> None:
 
 
 def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_one_at_the_end() -> None:
-    clock, stream = [100.0], io.StringIO()
+    clock, stream = [100.0], io.TextIOWrapper(io.BytesIO())
     view = PlainView(stream, lambda: clock[0])
     for now_s in (101.0, 109.0, 111.0, 113.0, 115.0):
         clock[0] = now_s
         view.show(job(now_s, RankCounters(0, "a", (optimizer(int(now_s)),))))
     view.close()
     view.close()
-    assert [re.findall(r"step (\d+)", line) for line in stream.getvalue().splitlines()] == [["111"], ["115"]]
+    stream.seek(0)
+    written = stream.read()
+    assert [re.findall(r"step (\d+)", line) for line in written.splitlines()] == [["111"], ["115"]]
 
 
 def test_on_a_terminal_the_table_is_below_what_the_ranks_write() -> None:
