@@ -115,7 +115,10 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
         require_program(_command(options), environ)
         require_script(_command(options))
     # Open MPI's launcher says by itself which rank of this machine has died, Hydra which process.
-    if not hosts or is_srun or not (spans_hosts or options.watch or not launcher.flavour.is_open_mpi):
+    names_the_dead = launcher.flavour.is_open_mpi and not spans_hosts
+    # Open MPI's launcher ends at a SIGHUP though nohup has switched that off.
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    if not hosts or is_srun or (names_the_dead and not options.watch and not is_under_nohup):
         return line
     ranks = request.num_proc
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
@@ -242,6 +243,25 @@ def test_ocommrun_supervises_where_the_launcher_would_not_name_who_has_died(
 ):
     library = MpiLibrary("Open MPI" if flavour.is_open_mpi else "MPICH", "5.0", "")
     monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (Launcher(flavour, "/bin/mpirun", "5.0"), library))
+    monkeypatch.setattr(cli.signal, "getsignal", lambda number: signal.SIG_DFL)
+    options = make_parser().parse_args(["-np", "2", *flags, sys.executable, "-c", "pass"])
+    assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
+
+
+@pytest.mark.parametrize(
+    "flavour, flags, variables, is_supervised",
+    [
+        (Flavour.OPEN_MPI_5, [], {}, True),
+        (Flavour.OPEN_MPI_5, [], {"SLURM_JOB_ID": "1"}, False),
+        (Flavour.SRUN, ["-H", "localhost:2"], {"SLURM_JOB_ID": "1"}, False),
+    ],
+)
+def test_ocommrun_supervises_a_launcher_that_would_not_obey_nohup(
+    flavour, flags, variables, is_supervised, monkeypatch
+):
+    launcher = Launcher(flavour, "/bin/mpirun", "5.0")
+    monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (launcher, MpiLibrary("Open MPI", "5.0", "")))
+    monkeypatch.setattr(cli.signal, "getsignal", lambda number: signal.SIG_IGN)
     options = make_parser().parse_args(["-np", "2", *flags, sys.executable, "-c", "pass"])
     assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
 
