@@ -42,6 +42,10 @@ _CORES_PER_RANK = re.compile(r".*:pe=[0-9]+.*|--?cpus-per-(proc|rank)", re.IGNOR
 #: Options of Open MPI's that other launchers refuse in words that name neither.
 _OPEN_MPIS_OWN = re.compile(r"-x|--?(mca|oversubscribe|tag-output|report-bindings|allow-run-as-root)")
 
+#: Arguments of the program that launchers take for their own. A colon announces another program. Open MPI 5 (5.0.11)
+#: rewrites the options (--mapby), or refuses one that ocommrun has given already.
+_READ_BY_LAUNCHERS = re.compile(r":|--(bind-?to|map-?by|rank-?by|runtime-options)")
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
@@ -159,12 +163,15 @@ def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "") -> tuple[str, ...]:
     """Returns the command of a rank: a shell that sets torchrun's variables and becomes the program.
 
-    If no variable is to be set and nothing redirected, it is the program itself.
+    If no variable is to be set, nothing redirected and nothing hidden from the launcher, it is the program itself.
     """
     steps = [] if request.torch_environ is None else [exports(launchers_rank)]
-    if not steps and not redirection:
+    is_hidden = any(map(_READ_BY_LAUNCHERS.fullmatch, request.command))
+    if not steps and not redirection and not is_hidden:
         return request.command
-    return ("sh", "-c", "; ".join([*steps, f'exec "$0" "$@" {redirection}'.rstrip()]), *request.command)
+    # A launcher does not read the shell's text. That is not always used, because it must not exceed 128 KiB.
+    program, words = (shlex.join(request.command), ()) if is_hidden else ('"$0" "$@"', request.command)
+    return ("sh", "-c", "; ".join([*steps, f"exec {program} {redirection}".rstrip()]), *words)
 
 
 def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:

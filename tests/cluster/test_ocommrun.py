@@ -41,6 +41,16 @@ def test_all_ranks_run_in_one_world_with_the_settings_and_without_input(tmp_path
 
 
 @needs_mpi
+@pytest.mark.parametrize("flags", [(), ("--no-torch-env",)])
+def test_the_program_gets_every_argument_as_it_is_written(flags, tmp_path):
+    words = ["--map-by", "core", "--bind-to", ":", "-np", "two words", "", "$HOME", "'", "-x"]
+    script = f"import sys; open({str(tmp_path / 'words')!r}, 'w').write(repr(sys.argv[1:]))"
+    done = ocommrun("-np", "1", *flags, sys.executable, "-c", script, *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "words").read_text() == repr(words)
+
+
+@needs_mpi
 def test_the_exit_code_of_a_rank_is_the_jobs():
     done = ocommrun("-np", "2", sys.executable, "-c", RANK + "raise SystemExit(3 if world.rank == 1 else 0)")
     assert done.returncode == 3, done.stderr

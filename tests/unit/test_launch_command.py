@@ -412,3 +412,14 @@ def test_ranks_become_the_program_after_a_shell_that_tells_them_their_place(laun
 def test_what_all_ranks_share_of_torchs_variables_travels_to_other_hosts():
     line = build(remote(torch_environ={"MASTER_ADDR": "10.0.0.1"}), OPEN_MPI_5)
     assert ("-x", "MASTER_ADDR") in list(zip(line.argv, line.argv[1:], strict=False))
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI_4, OPEN_MPI_5, MPICH, INTEL_MPI, SRUN])
+@pytest.mark.parametrize("word", [":", "--bind-to", "--bindto", "--map-by", "--rank-by", "--runtime-options"])
+def test_a_launcher_does_not_see_what_it_would_take_for_its_own_in_the_programs_arguments(launcher, word):
+    environ = {"SLURM_JOB_ID": "1"} if launcher is SRUN else {}
+    program = ("python", "train.py", word, "two words", "$HOME")
+    *flags, text = build(local(command=program, environ=environ), launcher).argv
+    assert flags[-2:] == ["sh", "-c"] and program[2] not in flags[flags.index("sh") :]
+    end = f"exec python train.py {word} 'two words' '$HOME'"
+    assert text == end + (" </dev/null" if launcher in (MPICH, INTEL_MPI) else "")
