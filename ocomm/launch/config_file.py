@@ -7,6 +7,7 @@ stall_check: {enabled: true, warning_time_seconds: 30}
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,6 +99,8 @@ def flags_of(content: Mapping[str, Any], path: str) -> list[str]:
                 if not isinstance(value, bool):
                     raise LaunchError(f"--config-file {path}: {section}.{key} is true or false, not {value!r}.")
                 flags.append(flag[0] if value else flag[1])
+            elif isinstance(value, (bool, dict, list)):
+                raise LaunchError(f"--config-file {path}: {section}.{key} is one number or text, not {value!r}.")
             elif value is not None:
-                flags.append(f"{flag}={value}")
+                flags.append(f"{flag}={os.path.expanduser(str(value))}")  # ~/x, as a shell expands it
     return flags

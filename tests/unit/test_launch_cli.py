@@ -402,12 +402,20 @@ def test_a_config_file_says_what_flags_say_and_the_command_line_wins(tmp_path):
         ({"controller": ["mpi"]}, "controller ['mpi'] is neither mpi nor gloo."),
         ({"params": [1]}, "params has lines such as 'name: value', not [1]."),
         ({"timeline": {1: "x"}}, "timeline has no 1; it has filename, mark_cycles."),
+        ({"timeline": {"filename": {"a": 1}}}, "timeline.filename is one number or text, not {'a': 1}."),
+        ({"params": {"cache_capacity": [0, 1]}}, "params.cache_capacity is one number or text, not [0, 1]."),
+        ({"autotune": {"log_file": True}}, "autotune.log_file is one number or text, not True."),
     ],
 )
 def test_a_config_file_with_unknown_words_is_an_error_that_names_them(content, message):
     with pytest.raises(LaunchError) as caught:
         flags_of(content, "c.yaml")
     assert str(caught.value) == f"--config-file c.yaml: {message}"
+
+
+def test_a_config_file_may_name_the_users_folder_as_a_shell_does(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert flags_of({"autotune": {"log_file": "~/x.csv"}}, "c.yaml") == ["--autotune-log-file=/home/ada/x.csv"]
 
 
 def test_a_config_file_that_is_no_text_is_named(tmp_path):
