@@ -11,6 +11,8 @@ from ocomm.errors import LaunchError
 from ocomm.mpi_settings import HOSTFILES
 
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
+#: Characters of a line of a discovery script: names of hosts have 253 at most.
+_LONGEST_LINE = 300
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2"
 _FILE_FORMAT = "write one 'worker-0 slots=2' or 'worker-0:2' on each line"
@@ -121,6 +123,8 @@ def parse_discovered(text: str, slots: int | None) -> tuple[Host, ...]:
     if slots is not None:
         lines = [line if ":" in line else f"{line}:{slots}" for line in lines]
     expected = "write one 'worker-0:2' on each line, or 'worker-0' with --slots-per-host"
+    if long := next((line for line in lines if len(line) > _LONGEST_LINE), None):
+        raise LaunchError(f"{where}: a line of {len(long)} characters, {long[:40]!r}..., is not a host; {expected}.")
     return _collect((_parse_entry(line, f"{where}: {line!r}", expected) for line in lines), where) if lines else ()
 
 

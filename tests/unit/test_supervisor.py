@@ -393,6 +393,7 @@ def test_a_script_that_fails_at_first_ends_the_job_with_what_to_do(
         ("./hosts.sh", 0o644, r"it ended with status 126: .*denied \(chmod \+x \./hosts\.sh\)\."),
         ("./hosts.sh", 0o755, r"the output: 'localhost' does not say how many ranks run there; write one .*\."),
         ("false", 0o755, r"it ended with status 1\."),
+        ("head -c 3000000 /dev/zero", 0o755, r"the output: a line of 3000000 characters, '.{160}'\.\.\., is no.*\."),
     ):
         (tmp_path / "hosts.sh").chmod(mode)
         supervisor = Supervisor(LaunchRequest(1, ("true",)), launcher, limits, lambda names: [], script=script)
