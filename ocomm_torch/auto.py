@@ -165,7 +165,7 @@ class Auto(HasRankState):
         """The optimizer of the current method, such as a ``DistributedOneBitAdam``."""
         return self._optimizer
 
-    # Torch sets groups and a state, which nobody sees once a method has wrapped the optimizer.
+    # Torch sets groups, which nobody sees once a method has wrapped the optimizer.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -181,12 +181,13 @@ class Auto(HasRankState):
     @property
     def state(self) -> Any:
         """The state of the current method's optimizer, by parameter."""
-        current = self.__dict__.get("_optimizer")
-        return self.__dict__["_own_state"] if current is None else current.state
+        return self._optimizer.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.__dict__["_own_state"] = state
+        if not self._wrapping:
+            self._optimizer.state = state
+            self._inner.state = self._optimizer.state  # which the next method wraps
 
     def reconnect(self, keep: bool = True) -> None:
         if isinstance(self._optimizer, HasRankState):

@@ -68,24 +68,29 @@ class HasRankState(CollectiveStep):
         self._wrapping = True
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapping = False
-        # The same objects, so that changes by a scheduler or user of one optimizer change both.
+        # The same object, so that changes by a scheduler or user of one optimizer change both.
         self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
-        optimizer.state = self.state
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._group_counts = [len(group["params"]) for group in self.param_groups]
 
     @property
     def state(self) -> OwnState:
-        """The wrapped optimizer's state, by parameter."""
-        found = self.__dict__["state"]
-        if type(found) is not OwnState:  # torch replaces it when it loads a state
-            found = self.__dict__["state"] = OwnState(dict, found)
+        """The wrapped optimizer's state, by parameter, which it uses in steps of its own."""
+        found = self._inner.state
+        if type(found) is not OwnState:
+            found = self._inner.state = OwnState(dict, found)
         return found
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
+        if not self._wrapping:  # torch begins with an empty one
+            self._inner.state = OwnState(dict, state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over the groups and the state that torch has made from a loaded ``state_dict``."""
+        rest = dict(state)
+        self._inner.state = rest.pop("state")
+        super().__setstate__(rest)
 
     @property
     def _fixed(self) -> str:

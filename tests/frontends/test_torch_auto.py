@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,38 @@ def test_a_run_that_is_made_longer_ends_with_a_sync(longer: int, network: float,
 
     first, second = run_ranks(2, body)
     assert first == second and first[1]
+
+
+@pytest.mark.parametrize("network", [FAST, SLOW], indirect=True)
+def test_a_state_that_is_replaced_by_an_empty_one_is_that_of_all_methods(
+    network: float, only: Callable[[str], None]
+) -> None:
+    only("1-bit Adam")
+
+    def train(rank: int, reset: Callable[[Any], None] | None) -> list[str]:
+        run = Run(rank)
+        found = run.train(1, 2)
+        if reset is not None:
+            reset(run.optimizer)
+        found += run.train(3, 12)
+        assert run.optimizer.method.name == "1-bit Adam"
+        return found
+
+    def assign(optimizer: Any) -> None:
+        optimizer.state = defaultdict(dict)
+
+    def zero(optimizer: Any) -> None:
+        for entry in optimizer.state.values():
+            for moment in entry.values():
+                moment.zero_()
+
+    def body(session: Session) -> bool:
+        rank = rank_of(session)
+        reset = train(rank, assign)
+        assert reset == train(rank, zero)
+        return reset == train(rank, None)
+
+    assert not any(run_ranks(2, body))
 
 
 def test_what_cannot_be_is_refused(network: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,14 @@ from ocomm.runtime import bystanders
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.compression import Compression
+from ocomm_torch.diloco import DistributedDiLoCo
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
+from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.frontends.every_kind import KINDS
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
+from tests.tiers import few
 from tests.world.test_runtime import threads_only
 from tests.worlds import interrupt_soon, run_ranks
 
@@ -738,6 +742,59 @@ def test_a_state_may_be_broadcast_in_the_middle_of_training(before: int) -> None
         return values(parameters), optimizer.compression_report()["step"]
 
     assert run(body)[1] == 10
+
+
+#: Optimizers whose wrapped optimizer keeps its moments in these steps.
+KEEP_MOMENTS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "1-bit Adam": lambda adam: DistributedOneBitAdam(adam, freeze_step=5),
+    "1-bit LAMB": lambda adam: DistributedOneBitLamb(adam, freeze_step=5),
+    "8 bits": lambda adam: DistributedOptimizer(adam, compression=Compression.int8),
+    "4 bits": lambda adam: DistributedOptimizer(adam, compression=Compression.int4),
+    "DiLoCo": lambda adam: DistributedDiLoCo(adam, sync_every=2),
+}
+
+
+@pytest.mark.parametrize("low_precision", few([False, True], [False]))
+@pytest.mark.parametrize("before", [1, 4])
+@pytest.mark.parametrize("kind", KEEP_MOMENTS)
+def test_a_state_that_is_replaced_by_an_empty_one_is_that_of_the_steps(
+    kind: str, before: int, low_precision: bool
+) -> None:
+    def assign(optimizer: Any, adam: torch.optim.Optimizer) -> None:
+        optimizer.state = {}
+
+    def assign_inside(optimizer: Any, adam: torch.optim.Optimizer) -> None:
+        adam.state = defaultdict(dict)
+
+    def zero(optimizer: Any, adam: torch.optim.Optimizer) -> None:
+        for entry in adam.state.values():
+            for moment in entry.values():
+                moment.zero_()
+
+    def train(rank: int, reset: Callable[[Any, torch.optim.Optimizer], None] | None) -> list[str]:
+        parameters = make_parameters()
+        if low_precision:
+            parameters = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters]
+        adam = torch.optim.Adam(parameters, lr=1e-2, foreach=False)
+        optimizer = KEEP_MOMENTS[kind](adam)
+        for step in range(1, 9):
+            if step == before and reset is not None:
+                reset(optimizer, adam)
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), BACKWARDS)
+            optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        assert list(saved) == list(range(len(parameters)))
+        moments = [value.float().numpy() for entry in saved.values() for value in entry.values()]
+        return [digest([p.detach().float().numpy() for p in parameters]), digest(moments)]
+
+    def body(rank: int) -> bool:
+        reset = train(rank, zero)
+        assert train(rank, assign) == reset
+        assert train(rank, assign_inside) == reset
+        return train(rank, None) == reset
+
+    assert run(body) == (before == 1)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
