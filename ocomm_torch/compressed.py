@@ -513,6 +513,21 @@ class CompressedOptimizer(HasRankState):
 
     # State
 
+    def refuse_reset(self) -> None:
+        core = self._driver.core
+        if not (core.steps.any() or (core.sharded is not None and core.sharded.steps.any())):
+            return
+        begin = f"wrap a new {type(self._inner).__name__} over the same parameters, on all ranks"
+        if type(self)._load_plain is not CompressedOptimizer._load_plain:
+            begin = (
+                "call optimizer.load_state_dict({'state': {}, 'param_groups': optimizer.state_dict()['param_groups']}) "
+                "on all ranks"
+            )
+        raise InvalidRequestError(
+            f"{self._driver.name} keeps moments itself, so replacing or clearing optimizer.state would not reset them. "
+            f"To begin them anew, with the errors of compression and any warm-up, {begin}."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what the wrapped optimizer would load, plus an entry "ocomm" of tensors and plain values, as copies.
 

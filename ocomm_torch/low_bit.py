@@ -343,6 +343,9 @@ class Optimizer(CompressedOptimizer):
 
     # State
 
+    def refuse_reset(self) -> None:
+        """Does nothing: the wrapped optimizer keeps the moments."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of ``state_dict``, or a state of the wrapped optimizer's class, with which errors start at
         zero. All ranks load the same state. ``CompressedOptimizer.load_state_dict`` says more.

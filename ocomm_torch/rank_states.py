@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,14 @@ class OwnState(defaultdict[Any, Any]):
     """
 
     _has_warned = False
+    #: The optimizer that wraps the one whose state this is; None in a copy.
+    owner: weakref.ref[HasRankState] | None = None
+
+    def clear(self) -> None:
+        """Removes all entries. Raises InvalidRequestError if the moments are not among them."""
+        if self.owner is not None and (owner := self.owner()) is not None:
+            owner.refuse_reset()
+        super().clear()
 
     def __bool__(self) -> bool:
         if not len(self) and not OwnState._has_warned:
@@ -70,6 +79,7 @@ class HasRankState(CollectiveStep):
         self._wrapping = False
         # The same object, so that changes by a scheduler or user of one optimizer change both.
         self.param_groups = optimizer.param_groups
+        optimizer.state = self._own(optimizer.state)
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._group_counts = [len(group["params"]) for group in self.param_groups]
 
@@ -77,14 +87,24 @@ class HasRankState(CollectiveStep):
     def state(self) -> OwnState:
         """The wrapped optimizer's state, by parameter, which it uses in steps of its own."""
         found = self._inner.state
-        if type(found) is not OwnState:
-            found = self._inner.state = OwnState(dict, found)
+        if type(found) is not OwnState:  # torch replaces it when it loads a state
+            found = self._inner.state = self._own(found)
         return found
 
     @state.setter
     def state(self, state: Any) -> None:
-        if not self._wrapping:  # torch begins with an empty one
-            self._inner.state = OwnState(dict, state)
+        if self._wrapping or state is self.state:  # torch begins with an empty one
+            return
+        self.refuse_reset()
+        self._inner.state = self._own(state)
+
+    def _own(self, state: Any) -> OwnState:
+        own = OwnState(dict, state)
+        own.owner = weakref.ref(self)
+        return own
+
+    def refuse_reset(self) -> None:
+        """Raises InvalidRequestError if moments are elsewhere than in ``state``, whose removal would not reset them."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over the groups and the state that torch has made from a loaded ``state_dict``."""

@@ -26,7 +26,7 @@ from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameter
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
-from tests.frontends.every_kind import KINDS
+from tests.frontends.every_kind import KINDS, Kind
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
 from tests.tiers import few
 from tests.world.test_runtime import threads_only
@@ -795,6 +795,47 @@ def test_a_state_that_is_replaced_by_an_empty_one_is_that_of_the_steps(
         return train(rank, None) == reset
 
     assert run(body) == (before == 1)
+
+
+#: Optimizers that keep moments themselves after six steps.
+KEPT_BY_OCOMM = {
+    **{name: kind for name, kind in KINDS.items() if not name.endswith("dense")},
+    "1-bit Adam, sharded": Kind(DistributedOneBitAdam, options={"freeze_step": 100, "shard_state": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT_BY_OCOMM)
+def test_a_state_without_the_moments_cannot_be_reset_and_the_error_says_how_to_begin_anew(kind: str) -> None:
+    loads_plain = kind[0] in "10E"
+
+    def train(rank: int, begin_anew: str) -> str:
+        parameters = make_parameters()
+        optimizer = KEPT_BY_OCOMM[kind].wrap(parameters)
+        optimizer.state = {}  # nothing is lost before the first step
+        step = 0
+        while step < 6 or not optimizer.compression_report().get("synced", True):
+            step += 1
+            one_step(parameters, optimizer, step, rank)
+        optimizer.state = optimizer.state
+        for reset in (lambda: setattr(optimizer, "state", {}), optimizer.state.clear):
+            with pytest.raises(InvalidRequestError, match="keeps moments itself, so replacing or clearing") as raised:
+                reset()
+        assert ("call optimizer.load_state_dict({'state': {}, " in str(raised.value)) == loads_plain
+        assert ("wrap a new SGD over the same parameters" in str(raised.value)) != loads_plain
+        if begin_anew == "load":
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        elif begin_anew == "wrap":
+            optimizer = KEPT_BY_OCOMM[kind].wrap(parameters)
+        for later in range(step + 1, step + 7):
+            one_step(parameters, optimizer, later, rank)
+        return values(parameters)
+
+    def body(rank: int) -> bool:
+        wrapped = train(rank, "wrap")
+        assert not loads_plain or train(rank, "load") == wrapped
+        return train(rank, "") != wrapped
+
+    assert all(run_ranks(2, lambda session: body(rank_of(session))))
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
