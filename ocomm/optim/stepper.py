@@ -449,15 +449,22 @@ class Stepper:
             )
             if norms[low] == norms[high]:
                 where = f"{norms[low]:.6g} on all ranks"
+            likely = [
+                "If each rank clips them by its own norm, the average is clipped by none: pass max_grad_norm= to the "
+                "optimizer instead, which clips by the norm over all ranks; with clip='previous' the exchange "
+                "overlaps, too.",
+                "If a step has several backward passes, pass backward_passes_per_step=, or use no_sync() in all but "
+                "the last.",
+            ]
+            if heard & Flag.UNPOSTED:
+                likely.reverse()
             _log.warning(
                 "%s: gradients were changed between backward and step(), before they were averaged: their norm is now "
-                "%s. If each rank clips them by its own norm, the average is clipped "
-                "by none: pass max_grad_norm= to the optimizer instead, which clips by the norm over all ranks; with "
-                "clip='previous' the exchange overlaps, too. If a step has several backward passes, pass "
-                "backward_passes_per_step=, or use no_sync() in all but the last. The step was exchanged again, and "
-                "from now on nothing overlaps; pass overlap=False if you want the changes.",
+                "%s. %s The step was exchanged again, and from now on nothing overlaps; pass overlap=False if you want "
+                "the changes.",
                 self.name,
                 where,
+                " ".join(likely),
             )
             return
         if heard & Flag.HYPER:

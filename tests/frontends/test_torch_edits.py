@@ -221,9 +221,16 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
     def zero(parameters: Parameters) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 0.0)
 
+    def pass_again(parameters: Parameters) -> None:
+        sum(p.square().sum() for p in parameters[:3]).backward()
+
+    clips, passes = "pass max_grad_norm", "pass backward_passes_per_step"
     same_everywhere(lambda: train(compressed(), clip))
     (said,) = warned(caplog, "OneBitAdam")
-    assert "their norm is now 0.1 on rank 0 and 0.2 on rank 1." in said and "pass max_grad_norm" in said
+    assert "their norm is now 0.1 on rank 0 and 0.2 on rank 1." in said and 0 < said.find(clips) < said.find(passes)
+    same_everywhere(lambda: train(compressed(), pass_again))
+    (said,) = warned(caplog, "OneBitAdam")
+    assert "their norm is now " in said and 0 < said.find(passes) < said.find(clips)
     same_everywhere(lambda: train(compressed(), zero))
     (said,) = warned(caplog, "OneBitAdam")
     assert "their norm is now 0 on all ranks." in said
