@@ -45,7 +45,7 @@ from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
-from ocomm_torch.tensor_memory import is_dtensor, is_part, why_untrainable
+from ocomm_torch.tensor_memory import is_dtensor, is_part, is_shared, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
 from ocomm_torch.wrapped import OF_ANOTHER, frozen_error
 
@@ -364,7 +364,7 @@ class AveragingOptimizer(NamesParameters):
 
     def _start(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> _Exchange:
         pairs = [self._compression.compress(grad) for grad in grads]
-        tensors = [compressed for compressed, _ in pairs]
+        tensors = [_unshared(compressed) for compressed, _ in pairs]
         prepared = self._prepare(parameters, tensors, "")
         self._copied.append(prepared)
         watched = [p.grad for p in parameters]
@@ -373,7 +373,7 @@ class AveragingOptimizer(NamesParameters):
         self._submit_copied(wait=False)
         changed: list[Tensor] = []
         again: operations.Operation | None = None
-        repeated: list[int] = []
+        repeated: dict[int, Tensor] = {}
 
         def settle() -> None:
             nonlocal again
@@ -386,10 +386,10 @@ class AveragingOptimizer(NamesParameters):
                 if before != now and not is_part(grad)
             )
             prepared.submit().wait()
-            repeated.extend(self._overflowed(parameters, tensors, grads))
+            repeated.update((place, _unshared(grads[place])) for place in self._overflowed(parameters, tensors, grads))
             if repeated:
                 chosen = tuple(parameters[place] for place in repeated)
-                again = self._prepare(chosen, [grads[place] for place in repeated], UNCOMPRESSED).submit()
+                again = self._prepare(chosen, list(repeated.values()), UNCOMPRESSED).submit()
 
         def finish() -> None:
             if again is not None:
@@ -403,11 +403,13 @@ class AveragingOptimizer(NamesParameters):
                     "waits for averages only where it reaches every parameter: else call optimizer.synchronize() "
                     "before you clip or change gradients."
                 )
-            for place, (p, grad, (compressed, context)) in enumerate(zip(parameters, grads, pairs, strict=True)):
-                if place not in repeated:
-                    reduced = self._compression.decompress(compressed, context)
-                    if reduced.data_ptr() != grad.data_ptr():
-                        grad.copy_(reduced)
+            contexts = [context for _, context in pairs]
+            for place, (p, grad, tensor) in enumerate(zip(parameters, grads, tensors, strict=True)):
+                reduced = repeated.get(place)
+                if reduced is None:
+                    reduced = self._compression.decompress(tensor, contexts[place])
+                if reduced.data_ptr() != grad.data_ptr():
+                    grad.copy_(reduced)
                 if isinstance(self, torch.optim.SparseAdam):  # accepts only sparse gradients
                     p.grad = grad.to_sparse(1)
 
@@ -704,6 +706,15 @@ def check_averaged(name: str, p: Tensor, axis: DataAxis | None) -> None:
             f"parameter '{name}' {reason}. DistributedOptimizer averages gradients in place: give it plain tensors, "
             "or, for DTensors, the mesh whose data axis it is to use (mesh=, data=)."
         )
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """Returns the tensor, which is to be reduced in place, or a copy of it if its memory is that of other tensors, too.
+
+    Autograd gives ``a`` and ``b`` in ``torch.stack([a, b]).sum(0)`` one gradient's memory, and may go on to compute
+    with it. So that keeps what autograd has written until backward is over.
+    """
+    return tensor.clone(memory_format=torch.contiguous_format) if is_shared(tensor) else tensor
 
 
 def _is_partial(p: Any) -> bool:

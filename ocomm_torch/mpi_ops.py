@@ -2,8 +2,8 @@
 
 Tensors may have any memory layout and device; those that are not contiguous or not in the host's memory are copied.
 Functions whose names end in ``_async`` return an integer handle for ``poll`` and ``synchronize``. Until the handle is
-synchronized, neither the input nor the output may be read or changed. A trailing underscore means in place; the other
-functions are differentiable.
+synchronized, neither the input nor the output may be read or changed. A trailing underscore means in place, for tensors
+that share no memory with each other; the other functions are differentiable.
 
 The collectives share these arguments:
 

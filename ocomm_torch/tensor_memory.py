@@ -13,6 +13,8 @@ from ocomm_torch.watched import WatchedGradient
 
 #: Classes whose objects have their elements at ``data_ptr()``. To look at a ``WatchedGradient`` would use it.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, WatchedGradient})
+#: Counts the owners of a storage; None in builds of Torch before 2.6 without CUDA.
+_owners = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def why_unreadable(tensor: Tensor) -> str:
@@ -48,6 +50,15 @@ def is_part(tensor: Tensor) -> bool:
     gradients: its version counts changes of the other parts, too.
     """
     return tensor.untyped_storage().nbytes() != tensor.nbytes
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Returns True if another tensor may be in the same memory or a part of it, even one that only autograd holds."""
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError:  # a subclass without storage
+        return False
+    return _owners is None or _owners(storage._cdata) > 2  # which are the tensor and ``storage``
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -935,3 +935,71 @@ class TestBuckets:
             return [each[0].item() for each in p]
 
         assert run_ranks(2, body) == [[-0.5, -1.0, -0.5, -1.0, -0.5, -1.0]] * 2
+
+
+class TestSharedMemory:
+    """Autograd may give two parameters one gradient memory, or go on to compute with that of a gradient."""
+
+    @staticmethod
+    def averages(size: int, options: dict[str, Any], scale: float = 1.0) -> list[list[list[float]]]:
+        """By rank, the values in the gradients of two parameters which share memory, and of one before them."""
+
+        def body(session: Session) -> list[list[float]]:
+            weight, *shared = (torch.nn.Parameter(torch.ones(300, 300)) for _ in range(3))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, *shared], lr=1.0), **options)
+            used = torch.stack([weight * 2, *shared]).sum(0)
+            (used * (hvd.rank() + 1) * scale).sum().backward()
+            owners = {p.grad.untyped_storage().data_ptr() for p in shared}
+            assert len(owners) == 1, "autograd gives them memory of their own now"
+            optimizer.step()
+            return [p.grad.unique().tolist() for p in (weight, *shared)]
+
+        return run_ranks(size, body, Settings(fusion_threshold=0))
+
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("groups", [None, 1])
+    @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+    def test_each_gradient_is_averaged_once(self, size: int, groups: int | None, op: int) -> None:
+        expected = sum(range(1, size + 1)) / (size if op == hvd.Average else 1)
+        found = self.averages(size, {"op": op, "groups": groups})
+        assert found == [[[2 * expected], [expected], [expected]]] * size
+
+    def test_each_is_averaged_once_after_float16_has_overflowed(self) -> None:
+        found = self.averages(2, {"compression": hvd.Compression.fp16, "op": hvd.Sum}, scale=1e5)
+        assert found == [[[6e5], [3e5], [3e5]]] * 2
+
+    def test_autograd_goes_on_with_what_it_has_computed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(averaging, "FIRST_BUCKET_NBYTES", 1)
+
+        def body(session: Session) -> list[float]:
+            first, last = (torch.nn.Parameter(torch.ones(300, 300)) for _ in range(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0), op=hvd.Sum)
+            hidden = (first * 2).view(-1)
+            hidden.register_hook(lambda grad: hvd.barrier())  # by then the exchange before it is over
+            (hidden + last.view(-1)).mul(hvd.rank() + 1).sum().backward()
+            optimizer.step()
+            return [p.grad.unique().tolist() for p in (first, last)]
+
+        assert run_ranks(2, body, Settings(fusion_threshold=0)) == [[[6.0], [3.0]]] * 2
+
+    def test_a_gradient_of_its_own_is_averaged_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not hasattr(torch._C, "_storage_Use_Count"):
+            pytest.skip(reason="this Torch does not count the owners of memory: all are copied")
+        addresses: dict[int, set[int]] = {}
+        prepare = operations.prepare_allreduce
+
+        def record(session: Session, adapter: Any, call: operations.Allreduce, *rest: Any) -> Any:
+            found = addresses.setdefault(session.require_topology().rank, set())
+            found.update(tensor.data_ptr() for tensor in call.tensors)
+            return prepare(session, adapter, call, *rest)
+
+        monkeypatch.setattr(operations, "prepare_allreduce", record)
+
+        def body(session: Session) -> bool:
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), model.named_parameters())
+            loss_of(model, *batches()[0]).backward()
+            optimizer.step()
+            return addresses[hvd.rank()] == {p.grad.data_ptr() for p in model.parameters()}
+
+        assert run_ranks(2, body) == [True, True]
