@@ -106,10 +106,10 @@ class Gradients:
         float32, reordered, nbytes = torch.float32, self._reordered, self._nbytes
         if final:
             release(recorded)
-        addresses: list[int] = []
+        addresses = tensors[:]  # a list of that length
         others: list[int] = []
         old: list[int] = []
-        for index in tensors:
+        for place, index in enumerate(tensors):
             grad = recorded[index]
             if final:
                 grad = recorded[index] = parameters[index].grad
@@ -121,6 +121,7 @@ class Gradients:
                         grad.dtype is float32
                         and index not in reordered
                         and grad.is_contiguous()
+                        and not grad.is_neg()
                         and grad.nbytes == nbytes[index]
                     ):
                         address = pointers[index] = grad.data_ptr()
@@ -129,10 +130,10 @@ class Gradients:
                         if versions[index] and not final:
                             old.append(index)
                     else:
-                        others.append(len(addresses))
+                        others.append(place)
                 except RuntimeError:  # a sparse tensor has no address
-                    others.append(len(addresses))
-            addresses.append(address)
+                    others.append(place)
+            addresses[place] = address
         if others or self._placement.is_device:
             if not self._locate_others(tensors, addresses, others, final):
                 return None
@@ -301,7 +302,7 @@ class Gradients:
 
     def _locate_others(self, tensors: list[int], addresses: list[int], others: list[int], final: bool) -> bool:
         """Locates the gradients at the positions ``others``, which are in 16 bits, or in another order than that of a
-        contiguous tensor, or have gaps. Returns False if one is not ready.
+        contiguous tensor, or have gaps, or whose memory holds their negatives. Returns False if one is not ready.
         """
         low: dict[int, int] = {}
         as_they_are = self._placement.is_device and not self._driver.clipping.is_on

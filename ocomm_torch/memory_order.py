@@ -28,8 +28,8 @@ class MemoryOrder:
             self.name = _NAMES.get(self.axes) or "axes" + "".join(f".{axis}" for axis in self.axes)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor of this shape has this order, without gaps."""
-        if tensor.layout is not torch.strided:
+        """Returns True if memory has the elements of a tensor of this shape, not their negatives, in this order."""
+        if tensor.layout is not torch.strided or tensor.is_neg():
             return False
         return (tensor if self.axes is None else tensor.permute(self.axes)).is_contiguous()
 
@@ -37,7 +37,7 @@ class MemoryOrder:
         """Returns the tensor if it has this order, else a copy that has it."""
         if self.has(tensor):
             return tensor
-        dense = tensor.detach().to_dense()
+        dense = tensor.detach().to_dense().resolve_neg()
         return dense.contiguous() if self.axes is None else dense.permute(self.axes).contiguous().permute(self._back)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:

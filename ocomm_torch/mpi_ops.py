@@ -100,9 +100,9 @@ class TorchAdapter:
         if tensor.requires_grad:  # detach() releases the GIL, so it is not called for every gradient
             tensor = tensor.detach()
         if tensor.is_cpu:
-            return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
+            return _contiguous(tensor)
         if not tensor.is_cuda:
-            return tensor.cpu().contiguous(), False
+            return _contiguous(tensor.cpu())[0], False
         # Page-locked, so that the device writes it itself. Torch keeps such memory, and reuses it when the device has
         # finished.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -155,7 +155,7 @@ class _OnDevice(TorchAdapter):
     def host(self, tensor: Any) -> tuple[Any, bool]:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        return (tensor, True) if tensor.is_contiguous() else (tensor.contiguous(), False)
+        return _contiguous(tensor)
 
     def copies(self, tensors: Sequence[Any]) -> None:
         """Returns None; orders ocomm's stream after what Torch's has begun."""
@@ -169,6 +169,13 @@ class _OnDevice(TorchAdapter):
 
     def deliver(self, host: Any, like: Any) -> Any:
         return host
+
+
+def _contiguous(tensor: Tensor) -> tuple[Tensor, bool]:
+    """Returns a tensor whose memory has the elements in their order, and whether that is the memory of ``tensor``."""
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor, True
+    return tensor.resolve_neg().contiguous(), False
 
 
 TORCH = TorchAdapter()

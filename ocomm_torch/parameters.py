@@ -66,6 +66,11 @@ def check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:
         raise InvalidRequestError(
             f"parameter '{name}' is {parameter.dtype}; Distributed{wrapper} needs torch.float32, bfloat16 or float16."
         )
+    if parameter.is_neg():
+        raise InvalidRequestError(
+            f"parameter '{name}' is a view whose memory holds its negatives; call parameter.data = "
+            "parameter.data.resolve_neg() before wrapping."
+        )
     if not is_dense(parameter):
         raise InvalidRequestError(
             f"parameter '{name}' has gaps (shape {tuple(parameter.shape)}, strides {parameter.stride()}); call "

@@ -73,7 +73,7 @@ def test_a_hook_that_counts_makes_three_calls_at_2000_tensors() -> None:
 
 
 def test_a_bucket_is_posted_with_seven_calls_in_python_and_few_in_c() -> None:
-    """Three in C per gradient: is it contiguous, where is it, note that. The engine is called once."""
+    """Three in C per gradient: is it contiguous, is it negated, where is it. The engine is called once."""
     per_bucket = 3
     first, *others = last_step(8 * per_bucket, 1 << 16)
     posting = [found for found in others if found[2]]

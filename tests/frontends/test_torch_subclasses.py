@@ -1,4 +1,8 @@
-"""Tensor subclasses whose elements are not at their address: refused by name, instead of steps that change nothing."""
+"""Tensors whose elements are not at their address.
+
+Subclasses are refused by name, instead of steps that change nothing. Views whose memory holds their negatives, as
+autograd makes them for a conjugate, are taken for what they are.
+"""
 
 from __future__ import annotations
 
@@ -107,3 +111,58 @@ def test_a_gradient_without_memory_of_its_own_is_not_taken_for_no_gradient() -> 
 def test_a_collective_refuses_a_tensor_without_memory_of_its_own(sharded: Any) -> None:
     assert "x': it is a DTensor" in refusal(lambda: hvd.allreduce(sharded(), name="x"))
     assert "y': it is a Pair" in refusal(lambda: hvd.broadcast_(Pair(torch.ones(2)), 0, name="y"))
+
+
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """The same values, as a view of memory that holds their negatives."""
+    return torch._neg_view(-values)
+
+
+class Negated(torch.autograd.Function):
+    """Changes nothing; its gradient is such a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return negated(grads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*WRAPPERS, "DistributedOptimizer, int8"])
+def test_gradients_that_are_negated_views_have_their_sign(name: str, dtype: torch.dtype) -> None:
+    wrap, options = WRAPPERS[name.removesuffix(", int8")], {}
+    if name.endswith("int8"):
+        options = {"compression": hvd.Compression.int8}
+
+    def train(is_view: bool) -> Any:
+        def body(session: Any) -> list[float]:
+            weight = torch.nn.Parameter(torch.ones(70, dtype=dtype))
+            optimizer = wrap([weight], **options)
+            for step in range(5):
+                optimizer.zero_grad()
+                used = Negated.apply(weight) if is_view else weight
+                (used * torch.arange(step - 30, step + 40).to(dtype)).sum().backward()
+                assert weight.grad.is_neg() == is_view or name.startswith("DistributedOptimizer")
+                optimizer.step()
+            return weight.tolist()
+
+        return run_ranks(2, body)
+
+    assert train(True) == train(False)
+
+
+def test_collectives_take_negated_views() -> None:
+    def body(session: Any) -> list[Any]:
+        mine = torch.arange(1.0, 4.0) * (hvd.rank() + 1)
+        view = negated(mine)
+        hvd.allreduce_(view, op=hvd.Sum)
+        root = negated(mine)
+        hvd.broadcast_(root, 1)
+        found = hvd.allreduce(negated(mine), op=hvd.Sum), view, root, hvd.allgather(negated(mine))
+        return [tensor.tolist() for tensor in found]
+
+    total, of_one = [3.0, 6.0, 9.0], [2.0, 4.0, 6.0]
+    assert run_ranks(2, body) == [[total, total, of_one, [1.0, 2.0, 3.0, *of_one]]] * 2

@@ -298,6 +298,11 @@ def with_gaps() -> torch.optim.Optimizer:
             "parameter.data = parameter.data.contiguous() before wrapping.",
         ),
         (
+            lambda: torch.optim.Adam([torch.nn.Parameter(torch._neg_view(torch.zeros(3)))]),
+            "parameter 'parameter.0.0' is a view whose memory holds its negatives; call parameter.data = "
+            "parameter.data.resolve_neg() before wrapping.",
+        ),
+        (
             lambda: DistributedOptimizer(torch.optim.Adam([torch.nn.Parameter(torch.zeros(5))])),
             "DistributedOneBitAdam averages by itself; wrap the plain optimizer, not a DistributedOptimizer.",
         ),
