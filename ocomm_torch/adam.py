@@ -21,7 +21,7 @@ from ocomm.optim.options import Options
 from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.common import Common
 from ocomm.training.resume import class_of
-from ocomm_torch.checkpoint import check_plain, read, to_numpy
+from ocomm_torch.checkpoint import check_plain, read, step_count, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import DataAxis, inside
@@ -101,7 +101,7 @@ class AdamWrapper(CompressedOptimizer):
         for number, entry in self._warm.items():
             variance = entry["exp_avg_sq"]
             self.state[self._parameters[number]] = {
-                "step": torch.tensor(float(entry["step"])),
+                "step": step_count(entry["step"]),
                 "exp_avg": _moment(entry.get("exp_avg", torch.zeros_like(variance)), self._masters.stepped[number]),
                 "exp_avg_sq": _moment(variance, self._masters.stepped[number]),
             }
@@ -126,7 +126,7 @@ class AdamWrapper(CompressedOptimizer):
         parameter = self._parameters[tensor]
         if not self.state[parameter]:
             zeros = {name: self._placement.zeros_like(self._masters.stepped[tensor]) for name in MOMENTS}
-            self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+            self.state[parameter] = {"step": step_count(0), **zeros}
         moments = self.moments(tensor)
         assert moments is not None
         return moments
@@ -135,7 +135,7 @@ class AdamWrapper(CompressedOptimizer):
         """Copies m and v, flat in the order of the wire, as those of a tensor after ``step`` steps."""
         own = self.started(tensor)
         own[0][:], own[1][:] = momentum, variance
-        self.state[self._parameters[tensor]]["step"] = torch.tensor(float(step))
+        self.state[self._parameters[tensor]]["step"] = step_count(step)
 
     def release(self, tensor: int) -> None:
         """Frees a tensor's m and v."""

@@ -27,6 +27,13 @@ def to_numpy(state: Any) -> Any:
     return state.detach().cpu().contiguous().numpy() if isinstance(state, torch.Tensor) else state
 
 
+def step_count(steps: float) -> torch.Tensor:
+    """Returns a number of steps as Torch's Adams keep it, whatever dtype and device are the default: a bfloat16 counts
+    to 256.
+    """
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
 def read(path: str | os.PathLike[str]) -> Any:
     """Reads a file of ``torch.save`` to the CPU: tensors and plain values only. Raises CheckpointError if it cannot be
     read.

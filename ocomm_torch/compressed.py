@@ -32,7 +32,7 @@ from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.types import Flag
 from ocomm_torch import loss_scaling
-from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
+from ocomm_torch.checkpoint import check_plain, numbered_groups, step_count, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import DDPModule
 from ocomm_torch.gradient_hooks import hook_gradient
@@ -549,7 +549,7 @@ class CompressedOptimizer(HasRankState):
                 for name, value in entry.items():
                     is_step = not isinstance(value, torch.Tensor)
                     order = self._orders[tensor]
-                    entry[name] = torch.tensor(float(value)) if is_step else order.shaped(value, parameter.shape)
+                    entry[name] = step_count(value) if is_step else order.shaped(value, parameter.shape)
         full["ocomm"] = to_torch(self._driver.state(self._masters.indices))
         return full
 

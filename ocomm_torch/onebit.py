@@ -17,6 +17,7 @@ from ocomm.training.adam import dense_step
 from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
+from ocomm_torch.checkpoint import step_count
 from ocomm_torch.compressed import documented
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
@@ -137,7 +138,7 @@ class OneBitAdam(AdamWrapper):
         self._driver.clip_averages(list(averages.values()), max_norm)
         dense_step(self._driver.kernels, self._driver.groups(), averages, parameters.__getitem__, adams.__getitem__)
         for tensor, adam in adams.items():
-            self.state[self._parameters[tensor]]["step"] = torch.tensor(float(adam.step))
+            self.state[self._parameters[tensor]]["step"] = step_count(adam.step)
             if self._placement.is_device:
                 places[tensor][:] = parameters[tensor]
                 began[tensor][0][:], began[tensor][1][:] = adam.momentum, adam.variance

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -879,3 +879,30 @@ def test_a_rank_that_raised_in_backward_and_goes_on_without_zero_grad_joins_its_
         return values(parameters)
 
     run(body)
+
+
+# Torch's defaults
+
+
+@pytest.fixture
+def bfloat16_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "1-bit LAMB, dense", "0/1 Adam"])
+def test_steps_are_counted_in_float32_whatever_the_default_is(kind: str, bfloat16_by_default: None) -> None:
+    def body(rank: int) -> list[Any]:
+        parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.float32))
+        optimizer = KINDS[kind].wrap([parameter], **({"freeze_step": 1000} if kind.endswith("dense") else {}))
+        for step in range(260):
+            parameter.grad = torch.full((8,), step % 7 - 3.0, dtype=torch.float32)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        counts = [state["state"][0]["step"] for state in (saved, optimizer.state_dict())]
+        return [(count.item(), count.dtype) for count in counts]
+
+    assert run(body) == [(260.0, torch.float32)] * 2
