@@ -229,8 +229,8 @@ class AdamWrapper(CompressedOptimizer):
             local |= {"master": masters[name]} if index in self._masters else {}
             state[name] = {
                 **{key: self._local.placed(index, value) for key, value in local.items()},
-                "step": torch.tensor(counts[name][0], dtype=torch.float64),
-                "beta2": torch.tensor(counts[name][1], dtype=torch.float64),
+                "step": torch.tensor(counts[name][0], dtype=torch.float64, device="cpu"),
+                "beta2": torch.tensor(counts[name][1], dtype=torch.float64, device="cpu"),
             }
         return {"state": state, "run": json.dumps(self._driver.dense_run())}
 

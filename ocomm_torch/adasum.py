@@ -48,7 +48,7 @@ class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):
         """Returns True if a GradScaler has found gradients that are not finite on any rank. Collective."""
         if not self._is_distributed:
             return here
-        found = torch.tensor([here])
+        found = torch.tensor([here], device="cpu")
         name = f"adasum.overflow{self._ending}"
         call = operations.Allreduce([found], name, ReduceOp.MAX, process_set=self._process_set, in_place=True)
         operations.allreduce(self._session, TORCH, call).wait()

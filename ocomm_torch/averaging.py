@@ -459,7 +459,9 @@ class AveragingOptimizer(NamesParameters):
     def _start_sparse(self, p: Tensor) -> _Exchange:
         assert p.grad is not None
         indices, rows = p.grad._indices()[:, :0].clone(), p.grad._values()[:0].clone()  # not the whole memory
-        self._no_rows[p] = torch.sparse_coo_tensor(indices, rows, p.grad.shape, check_invariants=True)
+        self._no_rows[p] = torch.sparse_coo_tensor(
+            indices, rows, p.grad.shape, device=rows.device, check_invariants=True
+        )
         wait = sparse_allreduce_async(p.grad, self._names[p], self._op, self._process_set)
         watched = [p.grad]
         watch(watched)
@@ -655,7 +657,7 @@ class AveragingOptimizer(NamesParameters):
         op = self._op if self._op in (Average, Sum) else Average
         name = f"loss of DistributedOptimizer{self._ending}"
         is_tensor = isinstance(loss, Tensor)
-        own = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.float64)
+        own = loss.detach() if is_tensor else torch.tensor(loss, dtype=torch.float64, device="cpu")
         reduced = allreduce(own, name=name, op=op, process_set=self._process_set)
         return reduced if is_tensor else reduced.item()
 

@@ -146,7 +146,7 @@ class TensorCodec(plain.Codec):
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a tensor has dtype {name!r}, which this version of Torch does not know")
         back = [order.index(dim) for dim in range(len(order))]
-        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+        flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype, device="cpu")
         return flat.reshape(shape).permute(back)
 
     def pickle(self, leaf: Any) -> bytes:

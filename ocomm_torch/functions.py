@@ -176,7 +176,7 @@ def _make_room(value: Any, tensors: list[torch.Tensor]) -> Any:
     ``_take_out``.
     """
     if isinstance(value, _Slot):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device="cpu"))
         return tensors[-1]
     if isinstance(value, dict):
         return {key: _make_room(item, tensors) for key, item in value.items()}

@@ -105,7 +105,7 @@ class TorchAdapter:
             return _contiguous(tensor.cpu())[0], False
         # Page-locked, so that the device writes it itself. Torch keeps such memory, and reuses it when the device has
         # finished.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, False
 
@@ -119,7 +119,7 @@ class TorchAdapter:
         return host.numpy().reshape(-1).view(np.uint8)
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
     def deliver(self, host: Any, like: Any) -> Any:
         return host if like.is_cpu else host.to(like.device, non_blocking=True)
@@ -458,7 +458,9 @@ def sparse_allreduce_async(
         found_indices, found_values = found
         if chosen == Average:
             found_values = found_values / members
-        return torch.sparse_coo_tensor(found_indices.t(), found_values, tensor.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            found_indices.t(), found_values, tensor.shape, device=found_values.device, check_invariants=False
+        ).coalesce()
 
     return finish
 
@@ -614,7 +616,11 @@ def alltoall_async(
     operation = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set)
     if splits is None:
         return handles.add(operations.without_sizes(operation))
-    return handles.add(operation.then(lambda result: (result[0], torch.tensor(result[1], dtype=torch.int32))))
+    return handles.add(operation.then(lambda result: (result[0], _counts(result[1]))))
+
+
+def _counts(rows: Sequence[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")
 
 
 def _list(splits: Any) -> Any:
@@ -626,7 +632,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Any:
         received, rows = operations.alltoall(sessions.current(), TORCH, tensor, _list(splits), name, process_set).wait()
         ctx.settings = (rows, process_set, tensor.shape[0])
-        counts = torch.tensor(rows, dtype=torch.int32)
+        counts = _counts(rows)
         ctx.mark_non_differentiable(counts)
         return received, counts
 
@@ -772,7 +778,7 @@ def _reducescatter_compressed(
     pairs = [compression.compress(tensor) for tensor in tensors]
     parts = _GroupedReducescatter.apply(name, *settings, *(compressed for compressed, _ in pairs))
     if getattr(compression, "may_overflow", False):  # each rank sees only its own part, so all must agree
-        found = torch.tensor([has_overflowed(compression, parts, tensors)])
+        found = torch.tensor([has_overflowed(compression, parts, tensors)], device="cpu")
         asked = None if name is None else name + ".overflow"
         if synchronize(allreduce_async_(found, name=asked, op=ReduceOp.MAX, process_set=process_set)):
             return list(_GroupedReducescatter.apply(_again(name), *settings, *tensors))

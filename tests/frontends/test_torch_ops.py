@@ -97,6 +97,40 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    def test_the_default_device_is_no_matter(self) -> None:
+        def body(session: Session) -> None:
+            mine = torch.full((4,), hvd.rank() + 1.0)
+            rows = torch.tensor([2, 2])
+            sparse = torch.eye(3).to_sparse() * (hvd.rank() + 1.0)
+            model = torch.nn.Linear(2, 1)
+            with torch.device("meta"):
+                assert hvd.allreduce(mine, op=hvd.Sum).tolist() == [3.0] * 4
+                assert hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.fp16).tolist() == [3.0] * 4
+                assert hvd.allreduce(mine, name="bits", compression=hvd.Compression.onebit).tolist() == [1.5] * 4
+                assert hvd.grouped_allreduce([mine], op=hvd.Sum)[0].tolist() == [3.0] * 4
+                assert hvd.allgather(mine).tolist() == [1.0] * 4 + [2.0] * 4
+                assert hvd.broadcast(mine, 1).tolist() == [2.0] * 4
+                received, counts = hvd.alltoall(mine, splits=rows)
+                assert received.tolist() == [1.0, 1.0, 2.0, 2.0] and counts.tolist() == [2, 2]
+                assert hvd.synchronize(hvd.alltoall_async(mine, splits=rows))[1].tolist() == [2, 2]
+                assert hvd.reducescatter(mine, op=hvd.Sum).tolist() == [3.0, 3.0]
+                fp16 = hvd.Compression.fp16
+                assert hvd.reducescatter(mine, op=hvd.Sum, compression=fp16).tolist() == [3.0, 3.0]
+                assert hvd.sparse_allreduce_async(sparse, "s", hvd.Sum)().to_dense().sum().item() == 9.0
+                assert hvd.broadcast_object({"a": mine}, 1)["a"].tolist() == [2.0] * 4
+                hvd.broadcast_parameters(model.state_dict(), 0)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (hvd.rank() + 1), momentum=0.5)
+                if hvd.rank() == 0:
+                    for p in model.parameters():
+                        p.grad = torch.ones_like(p)
+                    optimizer.step()
+                hvd.broadcast_optimizer_state(optimizer, 0)
+                state = optimizer.state_dict()
+                assert state["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
+                assert state["param_groups"][0]["lr"] == 0.1
+
+        run_ranks(2, body)
+
     def test_alltoall_and_reducescatter(self) -> None:
         def body(session: Session) -> None:
             me = hvd.rank()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ocomm.api import broadcast_object
+from ocomm.api import Adasum, Average, broadcast_object
 from ocomm.collectives.waiting import REJOINS
 from ocomm.errors import HorovodInternalError, InvalidRequestError, PeerError, StallError
 from ocomm.operations import add_process_set, remove_process_set
@@ -906,3 +906,41 @@ def test_steps_are_counted_in_float32_whatever_the_default_is(kind: str, bfloat1
         return [(count.item(), count.dtype) for count in counts]
 
     assert run(body) == [(260.0, torch.float32)] * 2
+
+
+def dense(op: int) -> Callable[..., Any]:
+    return lambda parameters: DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), op=op)
+
+
+OTHERS = {
+    "dense": dense(Average),
+    "Adasum": dense(Adasum),
+    "int8": lambda p: DistributedOptimizer(torch.optim.SGD(p, lr=0.1), compression=Compression.int8),
+    "DiLoCo": lambda p: DistributedDiLoCo(torch.optim.SGD(p, lr=0.1), sync_every=2),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_the_default_device_is_no_matter(kind: str) -> None:
+    make = OTHERS[kind] if kind in OTHERS else KINDS[kind].wrap
+
+    def train(device: str) -> str:
+        def body(rank: int) -> str:
+            parameters = make_parameters()
+            with torch.device(device):
+                optimizer = make(parameters)
+                for step in range(1, 7):
+                    one_step(parameters, optimizer, step, rank)
+                if kind == "DiLoCo":
+                    optimizer.finish()
+                optimizer.load_state_dict(optimizer.state_dict())
+                if kind not in OTHERS:
+                    optimizer.load_rank_state_dict(optimizer.rank_state_dict())
+                one_step(parameters, optimizer, 7, rank)
+                if kind == "DiLoCo":
+                    optimizer.finish()
+            return values(parameters)
+
+        return run(body)
+
+    assert train("meta") == train("cpu")
