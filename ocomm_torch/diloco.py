@@ -64,7 +64,8 @@ class DiLoCo(HasRankState):
     finite changes nothing on its rank, and is counted in ``compression_report()``.
 
     Making the optimizer, its first step and every step with a sync are collective. All ranks call ``step`` equally
-    often. Anchors are in the host's memory, wherever parameters are.
+    often. Anchors are in the host's memory, wherever parameters are. A parameter that is frozen during the run still
+    moves at syncs, by the outer momentum that it has.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer`` that can step without a closure, over float32, bfloat16 or float16

@@ -90,6 +90,8 @@ class TorchAdapter:
         if dtype is None:
             allowed = ", ".join(d.label for d in _DTYPES.values())
             raise TypeError(f"dtype {tensor.dtype} is not supported; use one of {allowed}")
+        if tensor.is_nested:
+            raise TypeError("it is a nested tensor; send the parts that unbind() returns")
         if tensor.layout is not torch.strided:
             raise TypeError(f"layout {tensor.layout} is not supported; call to_dense() or sparse_allreduce_async()")
         if reason := why_unreadable(tensor):

@@ -103,7 +103,7 @@ class Core(abc.ABC):
     non_finite_text = (
         "a gradient is NaN or Inf in step {step}, on rank(s) {ranks}; the step was discarded on all ranks. Use a "
         "GradScaler, clip, or lower the learning rate. A finite gradient counts if a square or sum of it overflows "
-        "float32."
+        "float32, or if the learning rate is NaN or Inf."
     )
     #: What is said if no rank has such a gradient, with the step.
     overflow_text = (

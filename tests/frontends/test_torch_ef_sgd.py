@@ -264,3 +264,16 @@ def test_a_momentum_that_differs_between_ranks_is_told() -> None:
             job(rank_of(session), 2, make=make)
 
     run_ranks(2, body)
+
+
+def test_a_learning_rate_that_is_not_a_number_is_named() -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(5))
+        optimizer = DistributedEFSGD(sgd([parameter]))
+        optimizer.param_groups[0]["lr"] = float("nan")
+        parameter.grad = torch.ones(5)
+        with pytest.raises(NonFiniteError, match="or if the learning rate is NaN or Inf"):
+            optimizer.step()
+        assert parameter.tolist() == [1.0] * 5
+
+    run_ranks(2, body)

@@ -165,7 +165,10 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_what_cannot_be_sent_is_named(self) -> None:
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
         def body(session: Session) -> None:
             with pytest.raises(InvalidRequestError) as error:
                 hvd.allreduce(torch.ones(1, dtype=torch.complex64), name="x")
@@ -179,6 +182,10 @@ class TestCollectives:
                 "tensor 'allreduce.x': layout torch.sparse_coo is not supported; call to_dense() or "
                 "sparse_allreduce_async()."
             )
+            with pytest.raises(InvalidRequestError) as error:
+                hvd.allreduce(nested, name="x")
+            said = "tensor 'allreduce.x': it is a nested tensor; send the parts that unbind() returns."
+            assert str(error.value) == said
 
         run_ranks(1, body)
 
