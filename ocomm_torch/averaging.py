@@ -486,9 +486,8 @@ class AveragingOptimizer(NamesParameters):
         average is another tensor, and HorovodInternalError if an exchange failed.
         """
         used = {id(gradient) for gradient in gradients}
-        exchanges = {
-            p: exchange for p, exchange in self._exchanges.items() if p.grad is not None and id(p.grad) in used
-        }
+        begun = list(self._exchanges.items())  # at once: the gradients may be another optimizer's, of another thread
+        exchanges = {p: exchange for p, exchange in begun if p.grad is not None and id(p.grad) in used}
         if not exchanges or self._busy:
             return
         sparse = [self._names[p] for p in exchanges if p.grad is not None and p.grad.is_sparse]
