@@ -8,10 +8,12 @@ The algorithms are in ``ocomm.optim``; they use Torch's formula, while Keras' Ad
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ocomm import docstrings
@@ -156,7 +158,7 @@ class Compressed(Driven):
         self.__dict__["_frontend"] = frontend  # set without Keras, which would look for variables in it
         frontend.connect(sessions.current())
         with tf.init_scope():  # a graph may be under construction, in which variables have no values
-            self._adopt_moments()
+            self._go_on_from_variables(int(self.iterations.numpy()))
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -192,10 +194,12 @@ class Compressed(Driven):
         indices = [self._get_variable_index(v) for v in trainable_variables]
         if keras.backend.backend() != "tensorflow":
             values = [v.value.detach().float().cpu() for v in trainable_variables]
+            self.ocomm_follow(int(self.iterations.numpy()))
             results = frontend.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
-            results = frontend.updated(tf.cast(learning_rate, tf.float32), indices, grads, trainable_variables)
+            counts = tf.cast(learning_rate, tf.float32), tf.convert_to_tensor(self.iterations)
+            results = frontend.updated(*counts, indices, grads, trainable_variables)
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # a value that a low-precision variable can hold
 
@@ -208,19 +212,22 @@ class Compressed(Driven):
         frontend: KerasFrontend = self._frontend
         self._export_moments()
         frontend.read(self._trainable_variables)
-        return [v.numpy() for v in self.variables], frontend.driver.state(), frontend.masters()
+        variables = super().variables  # type: ignore[misc]
+        return [v.numpy() for v in variables], frontend.driver.state(), frontend.masters()
 
     def ocomm_load_state(self: Any, state: State) -> None:
         """Loads the result of ``ocomm_state``, after the model's variables have been loaded. Collective after
         ``init``.
         """
-        for variable, value in zip(self.variables, state[0], strict=True):
+        for variable, value in zip(super().variables, state[0], strict=True):  # type: ignore[misc]
             variable.assign(value)
         frontend: KerasFrontend = self._frontend
         self.ocomm_reconnect(keep=False)
         frontend.read(self._trainable_variables, state[2])
-        self._restore_moments(state[1])
+        iterations = int(self.iterations.numpy())
+        self._restore_moments(state[1], iterations)
         frontend.driver.load_state(state[1])
+        self._note_moments(iterations)
         frontend.write(self._trainable_variables)  # between syncs they are set to those of the last sync
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
@@ -238,21 +245,55 @@ class Compressed(Driven):
         frontend.write(self._trainable_variables)
         return done
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
-        """Takes Adam's m and v from the optimizer's variables, before a ``saved`` state without any is loaded."""
+    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
+        """Takes Adam's m and v, of ``iterations`` steps, from the optimizer's variables, before a ``saved`` state
+        without any is loaded.
+        """
 
     # The state as variables of plain Keras, so that a saved model loads without ocomm
 
-    def _adopt_moments(self: Any) -> None:
-        """Continues from the moments in the wrapped optimizer's variables, if it has made steps."""
+    def ocomm_follow(self: Any, iterations: int) -> None:
+        """Called at every step with the optimizer's ``iterations`` before it: goes on from what was written to the
+        optimizer's variables since the last one.
+        """
+
+    def _adopt_moments(self: Any, iterations: int) -> None:
+        """Continues from the moments in the wrapped optimizer's variables, if it has made ``iterations``."""
+
+    def _note_moments(self: Any, iterations: int) -> None:
+        """Notes that the wrapped optimizer's variables hold what ocomm has read from them or written to them."""
+
+    def _go_on_from_variables(self: Any, iterations: int) -> None:
+        self._adopt_moments(iterations)
+        self._note_moments(iterations)
 
     def _export_moments(self: Any) -> None:
         """Writes m and v into the wrapped optimizer's variables."""
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        """Saves the variables like plain Keras; m and v are those from which a plain Adam would continue."""
+    def _prepare_save(self: Any) -> None:
+        """Writes into the wrapped optimizer's variables what is to be saved. Raises InvalidRequestError if this rank
+        does not have it.
+        """
         if self._frontend is not None:
             self._export_moments()
+
+    @property
+    def variables(self: Any) -> list[Any]:
+        """The wrapped optimizer's variables; m and v are those from which a plain Adam would continue."""
+        if self._frontend is not None and tf.executing_eagerly():
+            self._export_moments()
+        found: list[Any] = super().variables  # type: ignore[misc]
+        return found
+
+    def _trackable_children(self: Any, save_type: str | None = None, **kwargs: Any) -> Any:
+        # tf.train.Checkpoint calls it before it saves, and without a type before it restores.
+        if save_type == "checkpoint" and tf.executing_eagerly():
+            self._prepare_save()
+        return super()._trackable_children(save_type or "checkpoint", **kwargs)  # type: ignore[misc]
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        """Saves the variables like plain Keras; m and v are those from which a plain Adam would continue."""
+        self._prepare_save()
         super().save_own_variables(store)  # type: ignore[misc]
 
     def load_own_variables(self: Any, store: Any) -> None:
@@ -263,7 +304,7 @@ class Compressed(Driven):
         super().load_own_variables(store)  # type: ignore[misc]
         if self._frontend is not None:
             self._frontend.forget()
-            self._adopt_moments()
+            self._go_on_from_variables(int(self.iterations.numpy()))
 
 
 class CompressedAdam(Compressed):
@@ -271,13 +312,58 @@ class CompressedAdam(Compressed):
 
     #: Whether training continues from the moments of a saved model without dense steps.
     ocomm_warm_start = False
+    #: Checksum of m and v in the wrapped optimizer's variables, as they were when ocomm last wrote or read them, with
+    #: its ``iterations`` and the driver's steps then.
+    _noted = 0, 0, 0
+    #: ``iterations`` and the driver's steps before the last step.
+    _before_last = 0, 0
 
     @property
     def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
         return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
 
+    def ocomm_follow(self: Any, iterations: int) -> None:
+        driver, last = self._frontend.driver, self._before_last
+        self.__dict__["_before_last"] = iterations, driver.steps
+        usual = [1] if driver.steps > last[1] else [0, 1]  # a graph whose step has failed may have counted it
+        if driver.is_at_start or iterations - last[0] not in usual:  # reading m and v takes time
+            self._follow_moments(iterations)
+
+    def _follow_moments(self: Any, iterations: int) -> None:
+        """Continues from moments that others have written to the wrapped optimizer's variables, as
+        ``tf.train.Checkpoint`` does. Raises InvalidRequestError after the first step.
+        """
+        driver = self._frontend.driver
+        known, noted_at, noted_steps = self._noted
+        # A checkpoint of this run brings back what is still in the variables.
+        is_back = not driver.is_at_start and 0 < iterations == noted_at and driver.steps != noted_steps
+        if not is_back and self._sum_of_moments() == known:
+            return
+        if not driver.is_at_start:
+            raise InvalidRequestError(
+                f"{driver.name}: after step {driver.steps} something has written to Adam's m and v, as restore() of "
+                "tf.train.Checkpoint and set_state_tree() do, and the 1-bit optimizer keeps them elsewhere. Restore "
+                "into a new optimizer, before its first step, on all ranks; or call model.load_weights(file) with a "
+                "saved model."
+            )
+        self._frontend.forget()
+        self._go_on_from_variables(iterations)
+
+    def _sum_of_moments(self: Any) -> int:
+        found = 0
+        for variable in (*self._momentums, *self._velocities):
+            found = zlib.crc32(np.ascontiguousarray(variable.numpy()).data, found)
+        return found
+
+    def _note_moments(self: Any, iterations: int) -> None:
+        self.__dict__["_noted"] = self._sum_of_moments(), iterations, self._frontend.driver.steps
+
     def _export_moments(self: Any) -> None:
         frontend: KerasFrontend = self._frontend
+        iterations = int(self.iterations.numpy())
+        self._follow_moments(iterations)
+        if self._noted[1:] == (iterations, frontend.driver.steps):  # compression would not give back the same bits
+            return
         to_host = frontend.driver.core.param_memory.host
         for number, entry in enumerate(frontend.entries):
             saved, warming = frontend.driver.saved_moments(number), frontend.moments(number)
@@ -289,21 +375,23 @@ class CompressedAdam(Compressed):
                 continue
             self._momentums[entry.index].assign(entry.from_wire(to_host(momentum)))
             self._velocities[entry.index].assign(entry.from_wire(to_host(variance)))
+        self._note_moments(iterations)
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
+    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
         frontend: KerasFrontend = self._frontend
         in_parts = saved.get("core", {}).get("sharded", {})
-        if int(self.iterations.numpy()):
+        if iterations:
             for number, entry in enumerate(frontend.entries):
                 if entry.spec.name in in_parts:
                     frontend.release(number)
                 else:
-                    frontend.adopt(number, *self._saved(entry))
+                    momentum, variance = self._saved(entry)
+                    frontend.adopt(number, momentum, variance, iterations)
 
-    def _adopt_moments(self: Any) -> None:
-        if not int(self.iterations.numpy()):
+    def _adopt_moments(self: Any, iterations: int) -> None:
+        if not iterations:
             return
-        self._restore_moments({})
+        self._restore_moments({}, iterations)
         frontend: KerasFrontend = self._frontend
         driver: Any = frontend.driver
         if not self.ocomm_warm_start:
@@ -319,6 +407,9 @@ class CompressedAdam(Compressed):
 
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         if self.ocomm_warm_start and self._frontend.driver.warm_start is None:
+            with tf.init_scope():
+                self._follow_moments(int(self.iterations.numpy()))
+        if self.ocomm_warm_start and self._frontend.driver.warm_start is None:
             raise InvalidRequestError(
                 "warm_start=True, but no Adam's moments were loaded. After compile and optimizer.build("
                 "model.trainable_variables), call model.load_weights(FILE) with a model that was saved with its "
@@ -326,10 +417,10 @@ class CompressedAdam(Compressed):
             )
         super()._backend_update_step(grads, trainable_variables, learning_rate)
 
-    def _saved(self: Any, entry: WireVariable) -> tuple[Floats, Floats, int]:
+    def _saved(self: Any, entry: WireVariable) -> tuple[Floats, Floats]:
         arrays = (self._momentums[entry.index].numpy(), self._velocities[entry.index].numpy())
         momentum, variance = (entry.to_wire(array).copy() for array in arrays)
-        return momentum, variance, int(self.iterations.numpy())
+        return momentum, variance
 
 
 class _AgreedLossScale(Distributed):

@@ -105,10 +105,15 @@ class KerasFrontend(ReadyGradients):
         return entry.from_wire(rounded(parameter, entry.dtype) if entry.dtype in LOW_PRECISION else parameter)
 
     def updated(
-        self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
+        self,
+        rate: tf.Tensor,
+        iterations: tf.Tensor,
+        indices: Sequence[int],
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
     ) -> list[tf.Tensor]:
         """Makes one step on all ranks, now or, in a graph, whenever it runs; returns the new values of the variables
-        ``indices``.
+        ``indices``. ``iterations`` are the optimizer's before the step: a graph may count on while it makes the step.
         """
         count = len(indices)
 
@@ -118,9 +123,10 @@ class KerasFrontend(ReadyGradients):
 
         is_graph = not (tf.executing_eagerly() or engine.problem())
 
-        def body(lr: Any, *arrays: Any) -> list[Any]:
+        def body(lr: Any, made: Any, *arrays: Any) -> list[Any]:
             if not is_graph:
                 self._discard(list(self._early))  # a graph has failed since the last step
+            self._owner.ocomm_follow(int(made))
             is_enclosed = in_order and engine.is_enclosing(self)
             with self.driver.session.enclosed_step() if is_enclosed else contextlib.nullcontext():
                 return self.step(float(lr), indices, arrays[:count], arrays[count:])
@@ -128,7 +134,8 @@ class KerasFrontend(ReadyGradients):
         values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in variables]
         dense = self._made_ready(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
         with of_tensorflow():
-            results = engine.in_python(tf.numpy_function, body, [rate, *dense, *values], [tf.float32] * count)
+            inputs = [rate, iterations, *dense, *values]
+            results = engine.in_python(tf.numpy_function, body, inputs, [tf.float32] * count)
         for result, value in zip(results, values, strict=True):
             result.set_shape(value.shape)
         return results

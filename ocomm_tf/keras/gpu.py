@@ -105,13 +105,19 @@ class GpuFrontend(KerasFrontend):
     # The step
 
     def updated(
-        self, rate: tf.Tensor, indices: Sequence[int], gradients: Sequence[Any], variables: Sequence[Any]
+        self,
+        rate: tf.Tensor,
+        iterations: tf.Tensor,
+        indices: Sequence[int],
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
     ) -> list[tf.Tensor]:
         count = len(indices)
         entry_of = {entry.index: entry for entry in self.entries}
         entries = [entry_of[index] for index in indices]
 
-        def body(lr: Any, *tensors: Any) -> list[Any]:
+        def body(lr: Any, made: Any, *tensors: Any) -> list[Any]:
+            self._owner.ocomm_follow(int(made))
             return self.step(float(lr), indices, tensors[:count], tensors[count:])
 
         with tf.device(self._device):
@@ -119,9 +125,11 @@ class GpuFrontend(KerasFrontend):
             values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, entries, strict=True)]
             if tf.executing_eagerly():
                 with of_tensorflow():
-                    results = body(rate, *map(tf.identity, given), *values)  # copied there if they are elsewhere
+                    there = map(tf.identity, given)  # copied if they are elsewhere
+                    results = body(rate, iterations, *there, *values)
             else:
-                results = engine.in_python(tf.py_function, body, [rate, *given, *values], [tf.float32] * count)
+                inputs = [rate, iterations, *given, *values]
+                results = engine.in_python(tf.py_function, body, inputs, [tf.float32] * count)
                 for result, value in zip(results, values, strict=True):
                     result.set_shape(value.shape)
             return [_from_wire(result, entry) for result, entry in zip(results, entries, strict=True)]

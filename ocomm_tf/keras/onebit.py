@@ -30,17 +30,18 @@ class _OneBitAdam(CompressedAdam):
             entry = frontend.entries[number]
             self._momentums[entry.index].assign(entry.from_wire(momentum))
             self._velocities[entry.index].assign(entry.from_wire(variance))
+        if driver is not None:
+            self._note_moments(int(self.iterations.numpy()))
         self.__dict__["_gathered_at"] = None if driver is None else driver.steps
 
     def _driver(self: Any) -> OneBitAdamDriver | None:
         return None if self._frontend is None else self._frontend.driver
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any]) -> None:
+    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
         self.__dict__["_gathered_at"] = None
-        super()._restore_moments(saved)
+        super()._restore_moments(saved, iterations)
 
-    def save_own_variables(self: Any, store: Any) -> None:
-        """Saves the variables like plain Keras. Raises InvalidRequestError if m and v are on other ranks."""
+    def _prepare_save(self: Any) -> None:
         driver = self._driver()
         if driver is not None and driver.has_shards and self._gathered_at != driver.steps:
             raise InvalidRequestError(
@@ -48,7 +49,7 @@ class _OneBitAdam(CompressedAdam):
                 "one cannot save the optimizer alone. Call optimizer.gather_moments() on all ranks after the last step "
                 "and before the save, or save the model without its optimizer (include_optimizer=False)."
             )
-        super().save_own_variables(store)
+        super()._prepare_save()
 
 
 @documented(OneBitAdamOptions, optimizer=ADAM)

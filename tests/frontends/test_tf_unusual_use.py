@@ -17,9 +17,10 @@ keras = pytest.importorskip("keras")
 import numpy as np  # noqa: E402
 
 import ocomm_tf.keras as hvd  # noqa: E402
-from ocomm.errors import InvalidRequestError, MismatchError  # noqa: E402
+from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm_tf.keras.frontend import KerasFrontend  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -245,6 +246,117 @@ class TestCompressed:
         (by_one, by_all), other = run_ranks(2, body)
         for a, b, c, d in zip(by_one, by_all, *other, strict=True):
             assert np.array_equal(a, b) and np.array_equal(a, c) and np.array_equal(a, d)
+
+
+ADAMS = [compressed, *few([lambda: hvd.DistributedZeroOneAdam(keras.optimizers.Adam(0.01))], [])]
+
+
+class TestMomentsOfTheVariables:
+    """m and v are in the optimizer's variables for whoever reads them, and are taken from there."""
+
+    @staticmethod
+    def built(optimizer: Any, seed: int = 5) -> Any:
+        made = model(seed)
+        made.compile(optimizer, loss="mse")
+        made.optimizer.build(made.trainable_variables)
+        return made
+
+    @pytest.mark.parametrize("make", ADAMS)
+    @pytest.mark.parametrize("first", ["1-bit", "Adam"])
+    def test_a_checkpoint_of_tensorflow_goes_on_as_a_saved_model_does(
+        self, make: Any, first: str, tmp_path: Path
+    ) -> None:
+        def body(session: Session) -> Any:
+            path = tmp_path / str(hvd.rank())
+            path.mkdir()
+            trained = self.built(make() if first == "1-bit" else hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+            fit(trained)
+            trained.save_weights(path / "saved.weights.h5")
+            saved = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).save(str(path / "checkpoint"))
+            plain = self.built(keras.optimizers.Adam(0.01))
+            tf.train.Checkpoint(model=plain, optimizer=plain.optimizer).restore(saved).assert_existing_objects_matched()
+            assert all(v.numpy().any() for v in plain.optimizer._momentums + plain.optimizer._velocities)
+            results = []
+            for restoring in ([], [0, 1], [0]):
+                again = self.built(make(), 5 + hvd.rank())
+                if not restoring:
+                    again.load_weights(path / "saved.weights.h5")
+                elif hvd.rank() in restoring:
+                    checkpoint = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
+                    checkpoint.restore(saved).assert_existing_objects_matched()
+                fit(again, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+                assert int(again.optimizer.iterations.numpy()) == 8
+                results.append(values_of(again.weights + again.optimizer.variables))
+            return results
+
+        for loaded, restored, by_one in run_ranks(2, body):
+            for a, b, c in zip(loaded, restored, by_one, strict=True):
+                assert np.array_equal(a, b) and np.array_equal(a, c)
+
+    def test_assigned_variables_go_on_as_loaded_ones_also_with_accumulated_gradients(self) -> None:
+        def body(session: Session) -> Any:
+            trained, again = (self.built(compressed(gradient_accumulation_steps=2), seed) for seed in (1, 5))
+            fit(trained)
+            for mine, other in zip(again.variables + again.optimizer.variables,
+                                   trained.variables + trained.optimizer.variables, strict=True):  # fmt: skip
+                mine.assign(other)
+            loaded = self.built(compressed(gradient_accumulation_steps=2))
+            saved: dict[str, Any] = {}
+            trained.optimizer.save_own_variables(saved)
+            loaded.set_weights(trained.get_weights())
+            loaded.optimizer.load_own_variables(saved)
+            for goes_on in (again, loaded):
+                fit(goes_on)
+            return values_of(again.weights), values_of(loaded.weights)
+
+        for mine, other in run_ranks(2, body):
+            for a, b in zip(mine, other, strict=True):
+                assert np.array_equal(a, b)
+
+    def test_a_warm_start_may_come_from_a_checkpoint(self, tmp_path: Path) -> None:
+        def body(session: Session) -> None:
+            trained = self.built(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+            fit(trained)
+            saved = tf.train.Checkpoint(optimizer=trained.optimizer).save(str(tmp_path / str(hvd.rank())))
+            again = self.built(hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.01), warm_start=True))
+            tf.train.Checkpoint(optimizer=again.optimizer).restore(saved)
+            fit(again)
+            assert again.optimizer.compression_report()["warm_start"]["step"] == 4
+
+        run_ranks(2, body)
+
+    def test_a_step_that_failed_after_a_load_is_no_restore(self) -> None:
+        def body(session: Session) -> None:
+            saved: dict[str, Any] = {}
+            for store in ({}, saved):
+                variables, optimizer = two(), compressed()
+                optimizer.build(variables)
+                if saved:
+                    optimizer.load_own_variables(saved)
+                    with pytest.raises(NonFiniteError):
+                        optimizer.apply([tf.fill([3], np.inf)] * 2, variables)
+                    optimizer.save_own_variables(store)
+                for _ in range(2):
+                    optimizer.apply([tf.ones(3)] * 2, variables)
+                optimizer.save_own_variables(saved)
+            assert int(optimizer.iterations.numpy()) == 4
+
+        run_ranks(2, body)
+
+    def test_a_restore_after_the_first_step_is_refused(self, tmp_path: Path) -> None:
+        def body(session: Session) -> None:
+            trained = self.built(compressed())
+            fit(trained)
+            checkpoint = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer)
+            saved = checkpoint.save(str(tmp_path / str(hvd.rank())))
+            fit(trained)
+            trained.optimizer.iterations.assign(100)  # of a schedule: m and v are what they were
+            fit(trained)
+            checkpoint.restore(saved)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="after step 12 something has written to Adam's m"):
+                fit(trained)
+
+        run_ranks(2, body)
 
 
 class Pair(keras.Model):
