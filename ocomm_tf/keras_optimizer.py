@@ -25,6 +25,7 @@ from ocomm_tf.averaging import ARGUMENTS, Averaging, groups_of, scaled, variable
 from ocomm_tf.compression import Compression, Compressor
 from ocomm_tf.keras_version import is_of_keras_2
 from ocomm_tf.low_bit import CodedGradients
+from ocomm_tf.naming import name_of
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
@@ -95,11 +96,17 @@ class _Averaged(_AveragesGradients):
         """Applies gradients like the wrapped optimizer, after averaging them."""
         refuse_loss_scaling_outside()
         grads = list(grads)
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self._is_averaged = False  # a call that raised may have left it
         if self.gradient_accumulation_steps:
+            if not self._averaging.is_alone:
+                refuse_overwritten(
+                    variables,
+                    f"accumulates gradients over {self.gradient_accumulation_steps} passes",
+                    "Leave gradient_accumulation_steps and backward_passes_per_step out.",
+                )
             # _clip_gradients averages them, once they are summed.
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self._is_averaged = True
         try:
             return super().apply(self._average(grads, variables), trainable_variables)  # type: ignore[misc]
@@ -253,6 +260,16 @@ def refuse_loss_scaling_outside(agreeing: Any = (), instead: str = "") -> None:
             "a LossScaleOptimizer around a distributed optimizer lets every rank decide by itself whether to step. "
             + instead
         )
+
+
+def refuse_overwritten(variables: Sequence[Any], why: str, instead: str) -> None:
+    """Raises InvalidRequestError for a variable that Keras overwrites with its gradient, such as a scale of float8."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise InvalidRequestError(
+                f"Keras overwrites variable '{name_of(variable)}' with its gradient, as in float8, where the optimizer "
+                f"does not see it. This one {why}, so each rank would have a value of its own. {instead}"
+            )
 
 
 def subclass_of(mixin: type, optimizer: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -269,3 +271,37 @@ def test_a_model_that_its_first_batch_builds_is_to_be_built_for_a_broadcast() ->
 
     first, second = run_ranks(2, body)
     assert first == second == pytest.approx(2.0, abs=0.01)
+
+
+def of_float8() -> Any:
+    made = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="low")])
+    made.layers[0].quantize("float8")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), "2 passes"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=3), "3 passes"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), None),
+    ],
+    ids=["accumulated", "passes", "dense"],
+)
+def test_scales_of_float8_are_equal_on_all_ranks_or_refused(wrap: Any, said: str | None) -> None:
+    def body(session: Session) -> Any:
+        made = of_float8()
+        made.set_weights([np.ones_like(value) for value in made.get_weights()])
+        made.compile(wrap(), "mse", jit_compile=False)
+        inputs = np.random.default_rng(hvd.rank()).standard_normal((16, 4), np.float32)
+        expected = (
+            contextlib.nullcontext()
+            if said is None
+            else pytest.raises(InvalidRequestError, match=rf"variable '.*low/.*' with its gradient.*{said}")
+        )
+        with expected:
+            made.fit(inputs, inputs[:, :2], batch_size=4, verbose=0)
+        return [v.numpy() for v in made.weights]
+
+    first, second = run_ranks(2, body)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
