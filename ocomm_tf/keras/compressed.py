@@ -45,6 +45,7 @@ from ocomm_tf.keras_optimizer import (
     not_compiled,
     refuse_keras_2,
     refuse_loss_scaling_outside,
+    refuse_overwritten,
     subclass_of,
 )
 from ocomm_tf.naming import name_of
@@ -134,8 +135,9 @@ class Compressed(Driven):
         """Builds the wrapped optimizer; then the ranks agree on what they train. Collective."""
         if self.built:
             return
-        super().build(variables)  # type: ignore[misc]
         wrapper = f"Distributed{self.ocomm_core.kind}"
+        refuse_overwritten(variables, "makes the steps of ocomm", "Use DistributedOptimizer.")
+        super().build(variables)  # type: ignore[misc]
         self._check_dtypes(wrapper)
         _warn_of_clipping(self, wrapper)
         process_set, names, *chosen = self._setup

@@ -284,9 +284,10 @@ def of_float8() -> Any:
     [
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), "2 passes"),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=3), "3 passes"),
+        (lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.1)), "steps of ocomm.* Use DistributedOptimizer"),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), None),
     ],
-    ids=["accumulated", "passes", "dense"],
+    ids=["accumulated", "passes", "1-bit", "dense"],
 )
 def test_scales_of_float8_are_equal_on_all_ranks_or_refused(wrap: Any, said: str | None) -> None:
     def body(session: Session) -> Any:
