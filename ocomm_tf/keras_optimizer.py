@@ -28,6 +28,8 @@ from ocomm_tf.low_bit import CodedGradients
 from ocomm_tf.naming import name_of
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
+#: Gives each variable to one of several optimizers; not in older versions of Keras 3.
+MultiOptimizer = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
 def not_compiled(method: Any) -> Any:
@@ -289,6 +291,16 @@ def accumulators(optimizer: Any) -> list[Any]:
     return getattr(inner, "_accumulated_gradients", None) or []
 
 
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that make the steps of a MultiOptimizer, or of a wrapper of Keras 2 that is no
+    LossScaleOptimizer, such as ExponentialMovingAverage of tf-models-official; none for another optimizer.
+    """
+    if isinstance(optimizer, MultiOptimizer):
+        return list(optimizer.optimizers)
+    is_wrapper = is_of_keras_2(optimizer) and hasattr(optimizer, "_optimizer")
+    return [optimizer._optimizer] if is_wrapper and not hasattr(optimizer, "inner_optimizer") else []
+
+
 def refuse_keras_2(thing: Any) -> None:
     """Raises InvalidRequestError for an optimizer of Keras 2."""
     if is_of_keras_2(thing):
@@ -310,6 +322,11 @@ def check_wrappable(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise InvalidRequestError(f"expected an optimizer of Keras or of tf.compat.v1.train, got {optimizer!r}.")
     _refuse_distributed(optimizer)
+    if isinstance(optimizer, MultiOptimizer):
+        raise InvalidRequestError(
+            f"this {type(optimizer).__name__} lets other optimizers make its steps: wrap each of them, as in "
+            "MultiOptimizer(OptimizerMap(hvd.DistributedOptimizer(one), {pattern: hvd.DistributedOptimizer(other)}))."
+        )
 
 
 def _refuse_distributed(optimizer: Any) -> None:
@@ -404,10 +421,12 @@ def _wrap_in_keras_2(optimizer: Any, averaging: Averaging, backward_passes_per_s
                 "TF_USE_LEGACY_KERAS and take the optimizer from keras."
             )
     _refuse_distributed(optimizer)
-    if hasattr(optimizer, "inner_optimizer"):
+    scales = hasattr(optimizer, "inner_optimizer")
+    if scales or optimizers_inside(optimizer):
+        why = "so that all ranks skip a step together" if scales else "because the optimizer inside makes its steps"
         raise InvalidRequestError(
             f"this {type(optimizer).__name__} is of Keras 2: wrap it the other way, {type(optimizer).__name__}("
-            "hvd.DistributedOptimizer(optimizer)), so that all ranks skip a step together."
+            f"hvd.DistributedOptimizer(optimizer)), {why}."
         )
     wrapped = subclass_of(_AveragedInKeras2, optimizer)
     wrapped.__dict__["_averaging"] = averaging

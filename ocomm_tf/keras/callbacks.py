@@ -21,7 +21,13 @@ from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training import report
 from ocomm_tf import mpi_ops
 from ocomm_tf.functions import broadcast_variables, check_replicas
-from ocomm_tf.keras_optimizer import Distributed, LossScaleOptimizer, accumulators
+from ocomm_tf.keras_optimizer import (
+    Distributed,
+    LossScaleOptimizer,
+    MultiOptimizer,
+    accumulators,
+    optimizers_inside,
+)
 from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_keras_2, run_in_session
 
 _log = logging.getLogger("ocomm")
@@ -59,9 +65,11 @@ class _Callback(_OfThisKeras):
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's optimizer, and those that its own ``compile`` has made attributes, as for a GAN."""
-        found = {id(v): v for v in vars(self.model).values() if isinstance(v, _OPTIMIZERS)}
-        return [in_keras_2(optimizer) for optimizer in found.values()]
+        """The model's optimizer, and those that its own ``compile`` has made attributes, as for a GAN; and what is
+        inside them.
+        """
+        found = {id(v): in_keras_2(v) for v in vars(self.model).values() if isinstance(v, _OPTIMIZERS)}
+        return [one for optimizer in found.values() for one in (optimizer, *optimizers_inside(optimizer))]
 
     @property
     def distributed(self) -> list[Any]:
@@ -81,10 +89,16 @@ class _Callback(_OfThisKeras):
         # What is inside refuses to be there in its first step, and says what to do instead.
         if isinstance(optimizer, LossScaleOptimizer) and isinstance(optimizer.inner_optimizer, Distributed):
             return
-        if self.process_set.size() > 1 and not isinstance(optimizer, Distributed) and not self.averages_itself:
+        inside = optimizers_inside(optimizer)
+        if isinstance(optimizer, MultiOptimizer) and not inside:  # its function has not been asked yet
+            return
+        alone = [one for one in inside or [optimizer] if not isinstance(one, Distributed)]
+        if self.process_set.size() > 1 and alone and not self.averages_itself:
+            around = f"{type(optimizer).__name__} around " if inside else ""
             raise InvalidRequestError(
-                f"the model was compiled with {type(optimizer).__name__}, which is not distributed: every rank would "
-                "train alone. Compile it with hvd.DistributedOptimizer(optimizer)."
+                f"the model was compiled with {around}{type(alone[0]).__name__}, which is not distributed: every rank "
+                f"would train alone. {'Wrap what is inside' if inside else 'Compile it'} with "
+                "hvd.DistributedOptimizer(optimizer)."
             )
 
 
@@ -172,8 +186,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
         if self._names is None and not any(optimizer.steps_alone for optimizer in self.distributed):
             # Gradients that Keras has accumulated since the last step are each rank's own.
             own = {id(v) for o in self.optimizers for v in accumulators(o)}
-            shared = [v for o in self.optimizers for v in all_variables(o) if id(v) not in own]
-            self._broadcast([*self.model.weights, *shared])
+            shared = {id(v): v for o in self.optimizers for v in all_variables(o) if id(v) not in own}
+            self._broadcast([*self.model.weights, *shared.values()])
 
 
 class MetricAverageCallback(_Callback):

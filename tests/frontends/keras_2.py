@@ -84,6 +84,53 @@ def same_as_one_process() -> None:
         np.testing.assert_allclose(first[1], history.history["loss"][-1], rtol=1e-4)
 
 
+class Averaged(tf.keras.optimizers.legacy.Optimizer):  # type: ignore[misc, name-defined]
+    """Has its steps made by another optimizer, as ExponentialMovingAverage of tf-models-official has."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__("Averaged")
+        self._optimizer = optimizer
+
+    def apply_gradients(self, grads_and_vars: Any, name: str | None = None, **options: Any) -> Any:
+        return self._optimizer.apply_gradients(grads_and_vars, name)
+
+    def variables(self) -> Any:
+        return self._optimizer.variables()
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+def wrapper_of_an_optimizer() -> None:
+    """What makes the steps of another optimizer is distributed inside it, and found there."""
+
+    def body(session: Session) -> list[Any]:
+        mine, sgd = model(float(hvd.rank())), tf.keras.optimizers.legacy.SGD
+        optimizer = Averaged(hvd.DistributedOptimizer(sgd(0.05)))
+        fit(mine, optimizer, data(hvd.rank()), BATCH, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        for make, message in (
+            (lambda: hvd.DistributedOptimizer(Averaged(sgd(0.05))), "Averaged(hvd.DistributedOptimizer(optimizer)), b"),
+            (
+                lambda: fit(mine, Averaged(sgd(0.1)), data(0), BATCH, [hvd.callbacks.MetricAverageCallback()]),
+                "compiled with Averaged around SGD, which is not distributed",
+            ),
+        ):
+            try:
+                make()
+            except InvalidRequestError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(message)
+        return weights(mine)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    alone = model(0.0)
+    fit(alone, tf.keras.optimizers.legacy.SGD(0.05), of_both(), 2 * BATCH)
+    for mine, expected in zip(first, weights(alone), strict=True):
+        np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5)
+
+
 def built_by_its_first_batch() -> None:
     """As in Horovod's examples: ranks that start apart are alike after the broadcast that follows the first batch."""
 

@@ -21,7 +21,7 @@ pytestmark = [
     "names",
     [
         "same_as_one_process built_by_its_first_batch tape refused",
-        "schedule_and_files scaled_files loss_scale",
+        "schedule_and_files scaled_files wrapper_of_an_optimizer loss_scale",
         "without_eager_execution",
     ],
 )

@@ -391,6 +391,40 @@ def test_callbacks_find_the_optimizers_that_a_model_has_as_attributes() -> None:
     assert len(first) == 8 and all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an older Keras")
+class TestMultiOptimizer:
+    @staticmethod
+    def compiled(first: Any, second: Any, in_function: bool = False) -> Any:
+        made = model(1 + hvd.rank())
+        chosen: Any = keras.optimizers.OptimizerMap(first, {f".*{made.layers[0].name}/.*": second})
+        made.compile(keras.optimizers.MultiOptimizer(chosen.__call__ if in_function else chosen), "mse")
+        return made
+
+    @pytest.mark.parametrize("in_function", [False, True], ids=["map", "function"])
+    def test_the_optimizers_inside_are_distributed(self, in_function: bool) -> None:
+        def body(session: Session) -> Any:
+            inside = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), compressed()
+            made = self.compiled(*inside, in_function)
+            if hvd.rank() == 0:
+                made.optimizer.iterations.assign(7)
+            fit(made, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()])
+            return values_of(made.weights + made.optimizer.variables)
+
+        first, second = run_ranks(2, body)
+        assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+    def test_one_that_is_not_is_named(self) -> None:
+        def body(session: Session) -> None:
+            made = self.compiled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), keras.optimizers.Adam())
+            with pytest.raises(InvalidRequestError, match="compiled with MultiOptimizer around Adam, which is not"):
+                fit(made, [hvd.callbacks.MetricAverageCallback()])
+            for wrap in (hvd.DistributedOptimizer, hvd.DistributedBirder):
+                with pytest.raises(InvalidRequestError, match=r"this MultiOptimizer lets other .*: wrap each of them"):
+                    wrap(made.optimizer)
+
+        run_ranks(2, body)
+
+
 @pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedBirder], ids=["dense", "1-bit"])
 def test_another_backend_is_refused(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
