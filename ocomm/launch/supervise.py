@@ -396,10 +396,10 @@ class _Job:
                 self._looked_s = now_s
                 self._look_for_hosts(supervisor)
             supervisor.generations.committed(self.commit)
-        self._hear_the_rest(server)
+        self._hear_the_rest(server, has_ended_well=code == 0)
         supervisor.generations.committed(self.commit)
         self._clear_up(server)
-        if code == 0 and (self._reported or self._vanished):
+        if code == 0 and self._has_failed():
             return 1  # Open MPI's launcher ends with 0 if it has lost a host, Hydra if a rank left MPI_Finalize out
         return code if code >= 0 else 128 - code
 
@@ -432,11 +432,25 @@ class _Job:
             _say("the hosts have changed; the ranks make way at their next commit")
             self._tell(self._lines)
 
-    def _hear_the_rest(self, server: Server) -> None:
-        """Takes in what ranks have said and was not heard while they ran, above all why they end."""
+    def _hear_the_rest(self, server: Server, has_ended_well: bool) -> None:
+        """Takes in what ranks have said and was not heard while they ran, above all why they end.
+
+        A launcher that has lost a host may end as if all were well, before its ranks do: their ends are waited for.
+        """
         last_s = time.monotonic() + END_S
-        while self._listen(server) and time.monotonic() < last_s:
-            pass
+        while self._listen(server) or (has_ended_well and self._running() and not self._has_failed()):
+            if time.monotonic() >= last_s:
+                break
+        if has_ended_well and not self._has_failed():
+            self._reported = dict.fromkeys(self._running(), f"{SILENT}: the launcher has ended before it")
+
+    def _running(self) -> list[int]:
+        """Returns the ranks that have come to ``init()``, and have neither ended nor said that they will."""
+        return [rank for rank in self._lines.values() if rank >= 0]
+
+    def _has_failed(self) -> bool:
+        """Returns True if ranks or the launcher have said so, whatever the launcher's exit status is."""
+        return bool(self._reported or self._vanished or lost_daemons(self._words))
 
     def _clear_up(self, server: Server) -> None:
         """Ends the processes that the launcher has left on this machine, and the connections to ranks."""
@@ -539,7 +553,15 @@ class _Job:
         silent = sorted({names[rank] for rank, why in reported.items() if rank in names and why.startswith(SILENT)})
         vanished = [self._vanished[line] for line in self._ended if line in self._vanished]
         absent = list(self._never_came())
-        return blame(signalled, reported, exited, vanished, absent, names, lost(silent) if silent else {})
+        daemons = lost_daemons(self._words)
+        if daemons:
+            vanished = []  # the launcher has ended the ranks of the other hosts
+        failures = blame(signalled, reported, exited, vanished, absent, names, lost(silent) if silent else {})
+        named = list(filter(None, daemons))
+        if not named or any(failure.host in named for failure in failures):
+            return failures
+        is_lost = lost(named)
+        return [Failure(host, None, "has lost the launcher's daemon", is_lost[host]) for host in named]
 
 
 class Discovery:
@@ -628,6 +650,11 @@ class Discovery:
 
 _SIGNAL = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
 _STATUS = re.compile(r"Process name: \[\S+@\d+,(\d+)\]\s+Exit code:\s+(\d+)")
+_DAEMON = re.compile(
+    r"lost\s+communication\s+with\s+a\s+remote\s+daemon.*?Remote\s+daemon:\s+\[\S+\]\s+on\s+node\s+(\S+)|"
+    r"returned\s+non-zero\s+exit\s+status\s+\(\d+\)\s+from\s+launching\s+the\s+per-node\s+daemon",
+    re.DOTALL,
+)
 
 
 def said_by_launcher(text: str) -> tuple[dict[int, str], dict[int, str]]:
@@ -645,6 +672,13 @@ def leave_supervised_job(environ: MutableMapping[str, str]) -> None:
     if _SUPERVISOR in environ:
         for name in (_SUPERVISOR, _GENERATION, _FOLDER, KEY):
             environ.pop(name, None)
+
+
+def lost_daemons(text: str) -> list[str]:
+    """Returns the hosts whose daemon Open MPI's launcher has lost, as it says in its output; "" for one of an
+    allocation that it does not name.
+    """
+    return _DAEMON.findall(text)
 
 
 def make_folder(path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
 from ocomm.launch.supervise import Discovery, Supervisor, _Job
 from ocomm.runtime import supervisor_client
+from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 
 def join_readers(job: _Job) -> None:
@@ -84,6 +87,85 @@ def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
     assert job.commit == 2
+
+
+LOST_DAEMON = """--------------------------------------------------------------------------
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-node1-38@0,0] on node node1
+  Remote daemon: [prterun-node1-38@0,1] on node b
+
+This is usually due to either a failure of the TCP network
+"""
+
+
+@pytest.mark.parametrize("came", [0, 1, 2])
+def test_a_launcher_that_has_lost_a_host_has_not_ended_well_though_it_says_so(came: int) -> None:
+    """Open MPI's may end with status 0, at any time in the life of the ranks."""
+    job = _Job(["sh", "-c", 'printf %s "$0" >&2', LOST_DAEMON], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    with Server("127.0.0.1", b"key") as server, contextlib.ExitStack() as stack:
+        for rank in range(came):
+            stack.enter_context(here(server, rank))
+        assert until(lambda: len(server.lines) == came)
+        assert watched(job, server) == 1
+    assert job.failures(lambda names: dict.fromkeys(names, True)) == [
+        Failure("b", None, "has lost the launcher's daemon", True)
+    ]
+
+
+def test_where_the_launcher_does_not_name_the_host_that_it_has_lost_no_rank_that_fell_with_it_is_blamed() -> None:
+    words = "srun returned non-zero exit status (35072) from launching\nthe per-node daemon. You may debug this"
+    job = _Job(["sh", "-c", 'printf %s "$0" >&2', words], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    with Server("127.0.0.1", b"key") as server, here(server, 0) as first, here(server, 1):
+        assert until(lambda: len(server.lines) == 2)
+        first.close()
+        assert watched(job, server) == 1
+    assert job.failures(lambda names: {}) == []
+
+
+def test_ranks_that_have_not_ended_when_the_launcher_has_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "END_S", 0.3)
+    job = _Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    with Server("127.0.0.1", b"key") as server, here(server, 0) as first, here(server, 1):
+        first.send(b'{"word": "bye"}')
+        assert until(lambda: len(server.lines) == 2)
+        assert watched(job, server) == 1
+    assert job.failures(lambda names: {}) == [
+        Failure("b", 1, "has not answered: the launcher has ended before it"),
+    ]
+
+
+def test_ranks_may_end_after_the_launcher_and_who_ends_first_is_named() -> None:
+    job = _Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    with Server("127.0.0.1", b"key") as server, here(server, 0), here(server, 1) as second:
+        assert until(lambda: len(server.lines) == 2)
+        job._process.wait(20.0)
+        ends = threading.Timer(0.3, second.close)
+        ends.start()
+        assert watched(job, server) == 1
+        ends.join()
+    assert job.failures(lambda names: {}) == [Failure("b", 1, "died")]
+
+
+def hosts_of(ranks: int) -> tuple[Host, ...]:
+    return tuple(Host(chr(ord("a") + rank), 1) for rank in range(ranks))
+
+
+def here(server: Server, rank: int) -> AuthenticatedSocket:
+    line = supervisor_client.client("127.0.0.1", server.port, b"key")
+    line.send(json.dumps({"word": "here", "rank": rank, "host": chr(ord("a") + rank), "generation": 1}).encode())
+    return line
+
+
+def watched(job: _Job, server: Server) -> int:
+    """Returns the status with which the launcher is taken to have ended."""
+    said = SimpleNamespace(
+        asked_to_end=0, wants_others=lambda: False, generations=SimpleNamespace(committed=lambda number: None)
+    )
+    status = job.watch(server, cast(Any, said))
+    assert job._process.stderr is not None
+    job._process.stderr.close()
+    return status
 
 
 def test_a_generation_that_finds_no_commit_is_a_message_if_one_of_that_state_was_kept(
