@@ -102,7 +102,8 @@ CONF
         chmod 755 /run/munge; chmod 700 /var/lib/munge /var/log/munge
         chown -R root:root /etc/munge /run/munge /var/lib/munge /var/log/munge
         ldconfig
-        ip link add br0 type bridge; ip addr add $NETWORK.1/24 dev br0; ip link set br0 up
+        # Without an address of its own the bridge has that of one node, and another when that node ends.
+        ip link add br0 address 02:00:00:00:77:01 type bridge; ip addr add $NETWORK.1/24 dev br0; ip link set br0 up
         munged --force --key-file=/etc/munge/munge.key
         slurmctld -i -c"
     for number in $(seq "$nodes"); do
@@ -132,7 +133,8 @@ CONF
 
 down() {
     for name in "$RUN"/node*.pid "$RUN"/head.pid; do
-        [ -s "$name" ] && kill -9 "$(cat "$name")" || true # the end of a host's first process is that of all others
+        # The end of a host's first process is that of all others. A test may have ended a host before.
+        [ -s "$name" ] && kill -9 "$(cat "$name")" 2>/dev/null || true
         rm -f "$name"
     done
 }
