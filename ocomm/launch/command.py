@@ -182,6 +182,9 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.is_root:
         # Containers run as root. The launcher refuses to do so unless both variables are set.
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if "SLURM_EXPORT_ENV" in request.environ:
+        # What sbatch --export=NONE sets. The launcher starts its daemons by srun, which would not find their libraries.
+        added["SLURM_EXPORT_ENV"] = "ALL"
     added |= _nccl_interfaces(request)
     if not request.spans_hosts:
         added |= request.loopback

@@ -221,6 +221,13 @@ def test_in_an_allocation_open_mpi_asks_the_batch_system_for_the_hosts():
     assert argv[:4] == ("/x/mpirun", "-np", "2", "--bind-to")
 
 
+def test_daemons_that_open_mpi_starts_by_srun_have_the_environment_though_sbatch_withholds_it():
+    request = local(hosts=(), spans_hosts=True, environ={"SLURM_EXPORT_ENV": "NONE"})
+    line = build(request, OPEN_MPI_5)
+    assert line.added_environ == {"SLURM_EXPORT_ENV": "ALL"} and "SLURM_EXPORT_ENV" not in line.argv
+    assert build(local(hosts=(), spans_hosts=True), OPEN_MPI_5).added_environ == {}
+
+
 def test_more_ranks_than_cores_share_this_machine():
     assert "--oversubscribe" in build(local(num_cores=1), OPEN_MPI_5).argv
     assert build(local(num_cores=1), MPICH).argv[1:5] == ("-n", "2", "-hosts", "localhost:2")
