@@ -276,7 +276,8 @@ def _open_world(
             os.environ.setdefault(name, value)
     if launch.is_mpi and launch.job:
         os.environ[_RANK] = f"{launch.job} {launch.rank} {os.getpid()}"
-    with Arrival(launch.job, launch.rank, launch.size, settings.start_timeout_s, lambda: _say_late(supervisor)):
+    late_s = settings.start_timeout_s
+    with Arrival(launch.job, launch.rank, launch.size, late_s, lambda: _say_late(supervisor), launch.ranks_here):
         world = mpi.open_world(communicator, launch.is_on_one_host, launch.local_size or launch.size)
         if _pmi is not None:
             _pmi.entered()

@@ -219,7 +219,8 @@ class Launch:
     number of ranks.
 
     ``is_on_one_host`` is True only if the environment says that all ranks are on this host. ``local_size`` is the
-    number of ranks on this host, 0 if the environment does not say it.
+    number of ranks on this host, 0 if the environment does not say it. ``ranks_here`` are the numbers of those that
+    srun has started on this host; empty under other launchers, which do not tell them.
     """
 
     variable: str
@@ -228,6 +229,7 @@ class Launch:
     job: str
     is_on_one_host: bool = False
     local_size: int = 0
+    ranks_here: tuple[int, ...] = ()
 
     @property
     def said(self) -> tuple[int, int, str]:
@@ -256,7 +258,10 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
             size = int(environment[variable])
             own = int(number) if number.isdigit() else 0
             local = int(next((text for name in _LOCAL_SIZES if (text := environment.get(name, "")).isdigit()), "0"))
-            return Launch(variable, size, own, job, _is_on_one_host(variable, size, local, environment), local)
+            # Of what Hydra starts inside a task of srun, Slurm's list is about that task.
+            tasks = environment.get("SLURM_GTIDS", "").split(",") if of_task and not local else []
+            here = tuple(int(task) for task in tasks if task.isdigit())
+            return Launch(variable, size, own, job, _is_on_one_host(variable, size, local, environment), local, here)
     return None
 
 

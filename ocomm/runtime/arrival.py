@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _log = logging.getLogger("ocomm")
@@ -29,11 +29,18 @@ class Arrival:
     folder is used only if it belongs to this user and nobody else can look into it. Without a folder, or on a full
     disk, the ranks are not named.
 
-    ``on_late`` is called before the process ends.
+    ``on_late`` is called before the process ends. ``ranks_here`` are the numbers of this host's ranks; empty if they
+    are not known.
     """
 
     def __init__(
-        self, job: str, rank: int, size: int, timeout_s: float, on_late: Callable[[], None] = lambda: None
+        self,
+        job: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        on_late: Callable[[], None] = lambda: None,
+        ranks_here: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = size
@@ -44,6 +51,7 @@ class Arrival:
         self._descriptor = -1
         self._here = threading.Event()
         self._on_late = on_late
+        self._ranks_here = ranks_here
 
     def __enter__(self) -> None:
         if self.timeout_s <= 0:
@@ -109,20 +117,28 @@ class Arrival:
     def report(self) -> str:
         """Returns the message for when the time is up."""
         where = f"ocomm: rank {self.rank} of {self.size} on {socket.gethostname()}: after {self.timeout_s:.0f} s"
-        missing = "no list of them could be kept"
+        missing, seen = "no list of them could be kept", "as seen from this host"
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):  # the process ends all the same
                 arrived = {int(name) for name in os.listdir(self._descriptor) if name.isdigit()}
-                absent = [rank for rank in range(self.size) if rank not in arrived]
+                here = sorted({*self._ranks_here, *arrived}) if self._ranks_here else list(range(self.size))
+                absent = [rank for rank in here if rank not in arrived]
+                if not absent and len(here) < self.size:
+                    return (
+                        f"{where} the ranks of this host, {here}, have all come to init(), and some of other hosts "
+                        "have not, or MPI has not connected them. Look at what those say.\n"
+                    )
                 if not absent:
                     return (
                         f"{where} MPI has not connected the ranks, which have all come to init(). Pass the same "
                         "communicator, or list of ranks, as init(comm=...) on all of them; else look at the network.\n"
                     )
                 missing = str(absent)
+                if len(here) < self.size:
+                    seen = f"of this host's {here}; nothing is known here of the others"
         return (
-            f"{where} these ranks have not come to init() (as seen from this host): {missing}. Look at their output "
-            "for errors, or raise OCOMM_START_TIMEOUT.\n"
+            f"{where} these ranks have not come to init() ({seen}): {missing}. Look at their output for errors, or "
+            "raise OCOMM_START_TIMEOUT.\n"
         )
 
 

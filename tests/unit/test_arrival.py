@@ -41,6 +41,15 @@ def test_where_all_have_arrived_nobody_is_blamed() -> None:
         assert "MPI has not connected the ranks, which have all come to init(). Pass the same " in ranks[0].report()
 
 
+def test_where_the_ranks_of_this_host_are_known_nobody_elsewhere_is_called_missing() -> None:
+    ranks = [Arrival("job", rank, 4, 600.0, ranks_here=(2, 3)) for rank in (2, 3)]
+    with ranks[0]:
+        words = "(of this host's [2, 3]; nothing is known here of the others): [3]. Look at their output"
+        assert words in ranks[0].report()
+        with ranks[1]:
+            assert "the ranks of this host, [2, 3], have all come to init(), and some of" in ranks[0].report()
+
+
 def test_what_a_job_that_was_killed_has_left_is_removed_after_a_day(temporary: Path) -> None:
     left, new, other = (
         temporary / f"ocomm-{user}-{job}" for user, job in ((os.getuid(), "a"), (os.getuid(), "b"), (7, "c"))

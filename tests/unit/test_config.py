@@ -113,6 +113,14 @@ def test_a_horovod_variable_without_meaning_is_ignored_and_known_by_name() -> No
          Launch("SLURM_NTASKS", 8, 5, "9-2")),
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "0"},
          Launch("SLURM_NTASKS", 8, 5, "9")),
+        # the tasks of this host
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_GTIDS": "0,2"},
+         Launch("SLURM_NTASKS", 4, 2, "", ranks_here=(0, 2))),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2", "SLURM_PROCID": "2", "SLURM_GTIDS": "0,2"},
+         Launch("PMI_SIZE", 4, 2, "", ranks_here=(0, 2))),
+        # Hydra in an allocation, whose daemons are tasks of srun
+        ({"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALNRANKS": "2", "SLURM_PROCID": "1", "SLURM_GTIDS": "1"},
+         Launch("PMI_SIZE", 4, 2, "", local_size=2)),
         ({"SLURM_NTASKS": "8"}, None),  # a batch script, not a task
         # torchrun inside a task of srun, of which there is one for each host
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "PMI_SIZE": "2", "PMI_RANK": "1", "TORCHELASTIC_RUN_ID": "none",
