@@ -78,7 +78,8 @@ def test_a_job_ends_where_a_rank_ends_while_another_is_in_mpi_init(tmp_path):
 def test_a_launcher_that_was_killed_leaves_nothing_that_keeps_a_later_one_from_starting(flags, tmp_path):
     """Its folder has the number of its process, which this script has, and keeps when it becomes ocommrun."""
     script = """
-import os, socket, sys
+import os, signal, socket, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup ocommrun would supervise
 folder = os.path.join(os.environ["TMPDIR"], f"ompi.{os.getpid()}")
 os.mkdir(folder)
 for host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:

@@ -9,7 +9,7 @@ import pytest
 from ocomm.optim.traffic import Traffic, Waited
 from ocomm.telemetry.log import NOTICE
 from ocomm.telemetry.units import amount
-from ocomm.training.notices import Notices, loss, place, totals
+from ocomm.training.notices import Notices, describe_ranks, loss, totals
 
 
 def measured(dense_ms: float, compressed_ms: float, dense: int = 100, compressed: int = 1000) -> Traffic:
@@ -36,10 +36,10 @@ def test_bytes_have_three_digits(nbytes: float, text: str) -> None:
 
 def test_a_place_counts_ranks_and_hosts() -> None:
     assert (
-        place(["a", "a", "b"], "Open MPI 5.0.6", False)
+        describe_ranks(["a", "a", "b"], "Open MPI 5.0.6", False)
         == "3 ranks on 2 hosts, Open MPI 5.0.6, parameters in host memory"
     )
-    assert place(["a", "a"], "MPICH 5.0.2", True) == "2 ranks on 1 host, MPICH 5.0.2, parameters on GPUs"
+    assert describe_ranks(["a", "a"], "MPICH 5.0.2", True) == "2 ranks on 1 host, MPICH 5.0.2, parameters on GPUs"
 
 
 def test_a_gain_in_time_is_told_where_dense_steps_were_measured() -> None:
