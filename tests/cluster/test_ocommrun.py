@@ -17,7 +17,13 @@ from ocomm.launch.cli import make_parser, plan
 from tests.cluster.jobs import LIMIT_S, ROOT, has_mpi, run
 
 RANK = "from mpi4py import MPI; world = MPI.COMM_WORLD; "
-
+#: Becomes ocommrun, which obeys signals that nohup, or a shell without job control, has switched off for these tests.
+AS_STARTED_BY_HAND = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "ocomm.launch", *sys.argv[1:]])
+"""
 
 needs_mpi = pytest.mark.skipif(not has_mpi(), reason="there is no mpirun")
 needs_venv = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="only a virtual environment is copied by links")
@@ -78,17 +84,15 @@ def test_a_job_ends_where_a_rank_ends_while_another_is_in_mpi_init(tmp_path):
 def test_a_launcher_that_was_killed_leaves_nothing_that_keeps_a_later_one_from_starting(flags, tmp_path):
     """Its folder has the number of its process, which this script has, and keeps when it becomes ocommrun."""
     script = """
-import os, signal, socket, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup ocommrun would supervise
+import os, socket
 folder = os.path.join(os.environ["TMPDIR"], f"ompi.{os.getpid()}")
 os.mkdir(folder)
 for host in {socket.gethostname(), socket.gethostname().partition(".")[0]}:
     open(os.path.join(folder, f"pmix.{host}.tool"), "w").close()
-os.execv(sys.executable, [sys.executable, "-m", "ocomm.launch", *sys.argv[1:]])
 """
     job = ["-np", "2", *flags.split(), sys.executable, "-c", RANK + "assert world.size == 2"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *job],
+        [sys.executable, "-c", script + AS_STARTED_BY_HAND, *job],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -123,7 +127,7 @@ def test_an_interrupt_ends_launcher_and_ranks(tmp_path):
         f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close(); time.sleep(60)"
     )
     job = subprocess.Popen(
-        [sys.executable, "-m", "ocomm.launch", "-np", "2", sys.executable, "-c", script],
+        [sys.executable, "-c", AS_STARTED_BY_HAND, "-np", "2", sys.executable, "-c", script],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
