@@ -163,8 +163,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def write_all(stream: TextIO, data: bytes) -> None:
-    """Writes all of ``data``, also to a pipe or terminal that somebody has made non-blocking. Raises OSError if that
-    cannot be.
+    """Writes all of ``data``, also to a pipe or terminal that somebody has made non-blocking: then it waits for a slow
+    reader as long as any other write would. Raises OSError if the words cannot be written.
     """
     # The buffer would keep what cannot be written, and Python would end with status 120 because of it.
     raw = getattr(stream.buffer, "raw", stream.buffer)

@@ -32,6 +32,15 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def refuses(make: Callable[[], object], message: str) -> None:
+    try:
+        make()
+    except InvalidRequestError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(message)
+
+
 def data(rank: int) -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(rank).normal(size=(4 * BATCH, 3)).astype(np.float32)
     return x, x @ np.array([[1.0], [-2.0], [3.0]], np.float32)
@@ -115,12 +124,7 @@ def wrapper_of_an_optimizer() -> None:
                 "compiled with Averaged around SGD, which is not distributed",
             ),
         ):
-            try:
-                make()
-            except InvalidRequestError as error:
-                assert message in str(error), error
-            else:
-                raise AssertionError(message)
+            refuses(make, message)
         return weights(mine)
 
     first, second = run_ranks(2, body)
@@ -262,19 +266,13 @@ def refused() -> None:
             (lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd(0.1))), "is distributed already"),
             (lambda: hvd.DistributedOneBitAdam(tf.keras.optimizers.Adam(0.1)), "this Adam is of Keras 2"),
         ):
-            try:
-                make()
-            except InvalidRequestError as error:
-                assert message in str(error), error
-            else:
-                raise AssertionError(message)
+            refuses(make, message)
         if hvd.size() > 1:
-            try:
-                fit(model(0.0), sgd(0.1), data(0), BATCH, [hvd.callbacks.MetricAverageCallback()])
-            except InvalidRequestError as error:
-                assert "compiled with SGD, which is not distributed" in str(error)
-            else:
-                raise AssertionError("a plain optimizer")
+            average = [hvd.callbacks.MetricAverageCallback()]
+            refuses(
+                lambda: fit(model(0.0), sgd(0.1), data(0), BATCH, average),
+                "compiled with SGD, which is not distributed",
+            )
 
     run_ranks(2, body)
 
