@@ -23,7 +23,15 @@ from ocomm.launch.flags import elastic_timeout_s, is_elastic, make_parser, setti
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
 from ocomm.launch.horovodrun import install_horovodrun, installed_record
-from ocomm.launch.hosts import Host, allocated_hosts, default_hostfile, is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.hosts import (
+    Host,
+    allocated_hosts,
+    default_hostfile,
+    is_in_allocation,
+    parse_hosts,
+    read_hostfile,
+    total_slots,
+)
 from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
 from ocomm.launch.supervise import Supervisor, leave_supervised_job, make_folder
 from ocomm.launch.watch import open_view
@@ -93,8 +101,8 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     Raises LaunchError.
     """
     in_allocation = is_in_allocation(environ)
-    hosts = _hosts(options, environ)
     request, launcher = _request(options, environ)
+    hosts = _hosts(options, environ, launcher)
     is_srun = launcher.flavour is Flavour.SRUN
     if options.watch and not hosts:
         raise LaunchError(f"--watch must know the hosts, also in an allocation: {_how_to_name_hosts(environ)}.")
@@ -141,7 +149,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
     fixed: tuple[Host, ...] = ()
     if options.host_discovery_script is None:
-        fixed = _hosts(options, environ)
+        fixed = _hosts(options, environ, launcher)
         if not fixed:
             raise LaunchError(
                 f"an elastic job must know its hosts, also in an allocation: {_how_to_name_hosts(environ)}."
@@ -231,13 +239,19 @@ def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str
         environ.pop(name, None)
 
 
-def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
+def _hosts(options: argparse.Namespace, environ: Mapping[str, str], launcher: Launcher) -> tuple[Host, ...]:
+    """Returns the hosts of the job; none if the launcher is to ask the batch system for them."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
-    # In an allocation the launcher asks the batch system, if it can. Outside, this host is the default, as in Horovod.
-    return allocated_hosts(environ) if is_in_allocation(environ) else (Host("localhost", options.num_proc),)
+    if not is_in_allocation(environ):
+        return (Host("localhost", options.num_proc),)  # as in Horovod
+    if launcher.flavour is Flavour.SRUN:
+        return ()
+    hosts = allocated_hosts(environ)
+    # Slurm's launchers may be told to put more ranks on a host than it has tasks.
+    return () if "SLURM_JOB_ID" in environ and total_slots(hosts) < options.num_proc else hosts
 
 
 def _python_of(command: tuple[str, ...], environ: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from ocomm.mpi_settings import HOSTFILES
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_MCPU_HOSTS", "PE_HOSTFILE")
 #: Characters of a line of a discovery script: names of hosts have 253 at most.
 _LONGEST_LINE = 300
+_SCONTROL_S = 20.0
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _FORMAT = "write host:ranks, separated by commas, as in -H worker-0:2,worker-1:2"
 _FILE_FORMAT = "write one 'worker-0 slots=2' or 'worker-0:2' on each line"
@@ -45,12 +47,15 @@ def is_in_allocation(environ: Mapping[str, str]) -> bool:
 
 
 def allocated_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Returns the hosts of an allocation of LSF or Grid Engine that has several; none in another one.
+    """Returns the hosts of an allocation of Slurm, LSF or Grid Engine that has several; none in another one.
 
-    Launchers ask Slurm and PBS. The Open MPI that pip installs knows no other batch system, and would start all ranks
-    on this host. Raises LaunchError if the variable, or the file that it names, is malformed.
+    Launchers ask PBS, and Slurm if it does not say here what its hosts are. The Open MPI that pip installs knows no
+    other batch system, and would start all ranks on this host. Raises LaunchError if the variable of LSF or Grid
+    Engine, or the file that it names, is malformed.
     """
-    if "SLURM_JOB_ID" in environ or "PBS_NODEFILE" in environ:
+    if "SLURM_JOB_ID" in environ:
+        return _slurm_hosts(environ)
+    if "PBS_NODEFILE" in environ:
         return ()
     if text := environ.get("LSB_MCPU_HOSTS"):
         words = text.split()
@@ -65,6 +70,23 @@ def allocated_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
         host = _parse_entry(f"{name}:{count}", f"{where}: {name!r}", "name the hosts with -H a:2,b:2")
         slots[name] = slots.get(name, 0) + host.slots
     return tuple(Host(name, count) for name, count in slots.items()) if len(slots) > 1 else ()
+
+
+def _slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    # An allocation of several parts (a heterogeneous job) has lists of each. In a step the numbers may be those of the
+    # step, on fewer hosts than the job has.
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", environ.get("SLURM_TASKS_PER_NODE", ""))
+    tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
+    if len(tasks) < 2 or "SLURM_HET_SIZE" in environ:
+        return ()
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_SCONTROL_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    names = done.stdout.split()
+    return tuple(map(Host, names, tasks)) if len(names) == len(tasks) else ()
 
 
 def default_hostfile(environ: Mapping[str, str]) -> str | None:

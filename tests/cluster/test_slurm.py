@@ -260,7 +260,7 @@ def test_ocommrun_starts_where_sbatch_withholds_the_environment() -> None:
 
 @pytest.mark.parametrize("flags", [(), ("--min-np", "2")])
 def test_a_host_whose_daemon_is_lost_is_a_failure_though_the_launcher_may_end_with_0(flags: tuple[str, ...]) -> None:
-    ocommrun = (sys.executable, "-m", "ocomm.launch", "-np", "4", "-H", "node1:2,node2:2", *flags)
+    ocommrun = (sys.executable, "-m", "ocomm.launch", "-np", "4", *flags)
     with Batch(command=with_status(*ocommrun, sys.executable, "-c", TRAINS_IN_GENERATION_1)) as job:
         job.until_it_says("it trains")
         killed = run(["bash", str(LAB), "run", "node2", "pkill", "-9", "prted"], dict(os.environ), 20.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,17 @@ from ocomm.mpi_settings import HOSTFILES
 from ocomm.runtime.supervisor_client import KEY
 from ocomm.transport.cuda_probe import ProbeResult
 from ocomm.version import __version__
+
+#: Of two hosts, that a file ``scontrol`` knows.
+SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+
+
+def scontrol_in(folder: Path) -> dict[str, str]:
+    """Writes Slurm's program that knows the hosts; returns the variable with which it is found."""
+    scontrol = folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho host1; echo host2\n")
+    scontrol.chmod(0o755)
+    return {"PATH": str(folder)}
 
 
 def settings(*flags: str) -> dict[str, str]:
@@ -233,14 +245,19 @@ def test_the_file_for_mpis_launchers_is_the_last_resort(flags, variable, hostfil
         (Flavour.MPICH, [], {}, True),
         (Flavour.INTEL_MPI, ["-H", "localhost:2"], {}, True),
         (Flavour.MPICH, [], {"SLURM_JOB_ID": "1"}, False),
+        (Flavour.OPEN_MPI_5, [], SLURM, True),
+        (Flavour.MPICH, [], SLURM, True),
+        (Flavour.OPEN_MPI_5, ["-np", "4"], SLURM, False),  # as many as its launcher may be told to put there
+        (Flavour.SRUN, [], SLURM, False),
         (Flavour.OPEN_MPI_5, [], {"LSB_MCPU_HOSTS": "localhost 2"}, False),
         (Flavour.OPEN_MPI_5, [], {"LSB_MCPU_HOSTS": "localhost 1 b 1"}, True),
         (Flavour.SRUN, ["-H", "a:1,b:1"], {"SLURM_JOB_ID": "1"}, False),
     ],
 )
 def test_ocommrun_supervises_where_the_launcher_would_not_name_who_has_died(
-    flavour, flags, variables, is_supervised, monkeypatch
+    flavour, flags, variables, is_supervised, monkeypatch, tmp_path
 ):
+    variables = {**scontrol_in(tmp_path), **variables}
     library = MpiLibrary("Open MPI" if flavour.is_open_mpi else "MPICH", "5.0", "")
     monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (Launcher(flavour, "/bin/mpirun", "5.0"), library))
     monkeypatch.setattr(cli.signal, "getsignal", lambda number: signal.SIG_DFL)
@@ -266,7 +283,7 @@ def test_ocommrun_supervises_a_launcher_that_would_not_obey_nohup(
     assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
 
 
-def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypatch):
+def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypatch, tmp_path):
     library = MpiLibrary("Open MPI", "5.0", "")
     launcher = Launcher(Flavour.OPEN_MPI_5, "/bin/mpirun", "5.0")
     monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (launcher, library))
@@ -282,6 +299,7 @@ def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypat
         with pytest.raises(LaunchError) as raised:
             cli.make_supervisor(options, variables)
         assert str(raised.value) == needs + how
+    assert cli.make_supervisor(options, {**scontrol_in(tmp_path), **SLURM})
 
 
 @pytest.mark.parametrize("starts", ["plan", "make_supervisor"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -74,6 +75,24 @@ def test_a_host_file_may_begin_with_a_mark_and_must_be_text(tmp_path):
     with pytest.raises(LaunchError) as caught:
         read_hostfile(str(path))
     assert str(caught.value) == f"--hostfile {path}: this is no text in UTF-8."
+
+
+def test_the_hosts_of_slurm_are_those_that_its_variables_name(tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!{sys.executable}\nimport sys\nprint(*sys.argv[3].split('+'), sep='\\n')\n")
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a+b.x+c", "PATH": str(tmp_path)}
+
+    def hosts(tasks, **more):
+        return allocated_hosts({**slurm, "SLURM_TASKS_PER_NODE": tasks, **more})
+
+    assert hosts("2(x2),1") == (Host("a", 2), Host("b.x", 2), Host("c", 1))
+    assert hosts("1,2(x2)") == (Host("a", 1), Host("b.x", 2), Host("c", 2))
+    # One host, the numbers of a step, no number, several parts, no scontrol, one that fails: the launcher asks.
+    assert hosts("4") == hosts("4,1") == hosts("") == hosts("2(x3)", SLURM_HET_SIZE="2") == ()
+    assert hosts("2(x3)", PATH="/nowhere") == ()
+    scontrol.write_text("#!/bin/sh\nexit 1\n")
+    assert hosts("2(x3)") == ()
 
 
 def test_the_hosts_of_batch_systems_that_launchers_may_not_know(tmp_path):
