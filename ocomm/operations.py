@@ -352,6 +352,7 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 # Module globals, because looking up a member of an enumeration takes five times as long.
+_MOST_ROWS = 2**31 - 1
 _BRIDGED, _AVERAGE, _SUM, _BOOL = TensorMemory.BRIDGED, ReduceOp.AVERAGE, ReduceOp.SUM, DType.BOOL
 _USABLE = frozenset(op for op in ReduceOp if op != ReduceOp.BITWISE_OR)
 
@@ -841,6 +842,11 @@ def _splits(splits: Any, rows: int, size: int, name: str) -> tuple[int, ...]:
         raise InvalidRequestError(
             f"tensor '{name}': Sum of splits entries is greater than the first dimension of tensor ({sum(parts)} > "
             f"{rows})."
+        )
+    if max(parts) > _MOST_ROWS:  # the receiver could not count them
+        raise InvalidRequestError(
+            f"tensor '{name}': splits {list(parts)} send more than {_MOST_ROWS} rows to one rank, and counts of "
+            f"received rows are int32; reshape the tensor to fewer, longer rows."
         )
     return parts
 

@@ -234,6 +234,11 @@ class TestOneRankIsWrong:
                 "tensor 'alltoall.x': splits must not be negative, got [-1, 2].",
             ),
             (
+                lambda: ocomm.alltoall(np.empty((2**31, 0)), [0, 2**31], name="x"),
+                "tensor 'alltoall.x': splits [0, 2147483648] send more than 2147483647 rows to one rank, and counts of "
+                "received rows are int32; reshape the tensor to fewer, longer rows.",
+            ),
+            (
                 lambda: ocomm.reducescatter(np.ones(3), name="x", op=ocomm.Max),
                 "tensor 'reducescatter.x': reducescatter has Average and Sum, not Max.",
             ),
