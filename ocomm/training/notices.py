@@ -48,11 +48,12 @@ def steps_by_kind(traffic: Traffic, dense_bits: int = 32) -> str:
         "dense" if dense_bits == 32 else f"dense in {dense_bits} bits": traffic.dense_steps,
         "compressed": traffic.compressed_steps,
         "local": traffic.local_steps,
-        "skipped": traffic.skipped_steps,
-        "exchanged twice": traffic.redone_steps,
     }
-    steps = ", ".join(f"{number} {kind}" for kind, number in kinds.items() if number)
-    return f"{traffic.steps} steps ({steps})"
+    events = {"skipped": traffic.skipped_steps, "exchanged twice": traffic.redone_steps}
+    steps, of_these = (
+        ", ".join(f"{number} {what}" for what, number in counts.items() if number) for counts in (kinds, events)
+    )
+    return f"{traffic.steps} steps ({steps}{'; of these ' if of_these else ''}{of_these})"
 
 
 def totals(traffic: Traffic, dense_bits: int = 32) -> str:

@@ -52,7 +52,7 @@ def test_a_gain_in_time_is_told_where_dense_steps_were_measured() -> None:
 
 def test_steps_that_were_skipped_local_or_exchanged_twice_are_counted() -> None:
     traffic = Traffic(steps=9, compressed_steps=5, local_steps=4, skipped_steps=2, redone_steps=1)
-    assert totals(traffic).startswith("9 steps (5 compressed, 4 local, 2 skipped, 1 exchanged twice).")
+    assert totals(traffic).startswith("9 steps (5 compressed, 4 local; of these 2 skipped, 1 exchanged twice).")
 
 
 def test_dense_steps_in_few_bits_say_so() -> None:
