@@ -315,6 +315,8 @@ class Gradients:
             self._pointers[index] = _pointer(grad)
             is_wide = grad.dtype is torch.float32
             self._check_dtype(index, grad)
+            if not is_wide and index not in self._masters and not final:
+                return False  # its parameter was float32 when it was wrapped, which step() looks at first
             if not self._has_its_size(index, grad, final):
                 return False
             if not self._orders[index].has(grad):

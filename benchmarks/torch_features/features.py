@@ -132,9 +132,13 @@ def reductions(number: int) -> list[Tensor]:
     dist.all_reduce(large)
     strided = mine(8, 6, seed=number).t()
     dist.all_reduce(strided)
+    column = mine(1, 2, seed=number)[:, 0]  # contiguous, and has a stride of 2
+    dist.all_reduce(column)
+    columns = [torch.empty(1, 2)[:, 0] for _ in range(dist.get_world_size())]
+    dist.all_gather(columns, column)
     empty = torch.zeros(0)
     dist.all_reduce(empty)
-    return [*found, large, strided, empty]
+    return [*found, large, strided, torch.cat([column, *columns]), empty]
 
 
 def averages(number: int) -> list[Tensor]:

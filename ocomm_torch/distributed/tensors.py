@@ -56,7 +56,12 @@ def bytes_of(tensor: Tensor) -> Bytes:
     """Returns the memory of a contiguous tensor of any dtype."""
     if tensor.dtype is torch.uint8:
         return tensor.numpy().reshape(-1)
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return _as_bytes(tensor).numpy()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Torch calls a tensor of one element, or none, contiguous with any stride, and ``reshape`` keeps that.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def dtype_of(tensor: Tensor) -> str:
@@ -88,7 +93,7 @@ class Out:
 
 def joined(tensors: Sequence[Tensor], operation: str) -> Tensor:
     """Returns the bytes of the tensors, one tensor after the other, in new memory."""
-    return torch.cat([on_host(t, operation).contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([_as_bytes(on_host(t, operation).contiguous()) for t in tensors])
 
 
 class Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm_torch.functions import broadcast_parameters
@@ -403,6 +405,30 @@ class TestWhatTheUserWrites:
                 pair.optimizer.state_dict()
 
         run_ranks(1, body)
+
+    @pytest.mark.parametrize(
+        ("dtype", "message"),
+        [
+            (torch.bfloat16, "parameter 'weight' is bfloat16 now, and was float32 when it was wrapped"),
+            (torch.float64, "parameter 'weight' is torch.float64; DistributedEFSGD needs"),
+        ],
+    )
+    def test_a_model_that_gets_another_type_between_steps_is_an_error(self, dtype: torch.dtype, message: str) -> None:
+        def body(session: Session) -> None:
+            model = torch.nn.Linear(5, 7)
+            for parameter in model.parameters():
+                torch.nn.init.ones_(parameter)
+            inner = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = hvd.DistributedEFSGD(inner, model.named_parameters())
+            for step in range(2):
+                if step == 1:
+                    model.to(dtype)
+                optimizer.zero_grad()
+                model(torch.ones(8, 5, dtype=model.weight.dtype)).square().sum().backward()
+                with pytest.raises(InvalidRequestError, match=message) if step else contextlib.nullcontext():
+                    optimizer.step()
+
+        run_ranks(2, body)
 
     def test_another_type_on_another_rank_is_an_error(self) -> None:
         def body(session: Session) -> None:
