@@ -16,6 +16,14 @@ from ocomm.types import ReduceOp
 
 #: The name of every rank's request to join.
 JOIN_NAME = "join"
+#: How a rank is said to have left in order.
+SHUT_DOWN = "has shut down"
+#: What to do where others still wait for a rank that left in order.
+EQUAL_CALLS = (
+    "All ranks must make the same calls. Give them equally many batches: DistributedSampler does for Torch, "
+    "fit(dataset.repeat(), steps_per_epoch=...) for Keras, with MetricAverageCallback before EarlyStopping. Or call "
+    "join() on each rank after its last batch."
+)
 #: Follows an optimizer's name in the name of the exchange that compares the ranks' states at the beginning.
 FIRST_STEP = ": first step, or first after load_state_dict()"
 #: The remedy if only some ranks begin anew.
@@ -358,7 +366,8 @@ class Coordinator:
             gone = [rank for rank in self._absent if rank in missing]
             if gone:
                 reasons = "; ".join(f"rank {self.ranks[rank]} {self._absent[rank]}" for rank in gone)
-                responses += self._fail(name, f"tensor '{name}': {reasons}.", Fault.LEFT)
+                advice = f" {EQUAL_CALLS}" if SHUT_DOWN in map(self._absent.get, gone) else ""
+                responses += self._fail(name, f"tensor '{name}': {reasons}.{advice}", Fault.LEFT)
         return responses
 
     def stalled(self, now_s: float, after_s: float) -> list[Stall]:

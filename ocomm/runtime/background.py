@@ -20,6 +20,7 @@ from ocomm.collectives.engine import Engine, Reason
 from ocomm.collectives.waiting import Waits
 from ocomm.errors import HorovodInternalError, OcommError, PeerError, in_words
 from ocomm.json_values import expect
+from ocomm.negotiation.coordinator import SHUT_DOWN
 from ocomm.negotiation.tree import Tree
 from ocomm.runtime.channels import free
 from ocomm.runtime.control import MessageType
@@ -412,4 +413,4 @@ class Runtime:
 
 
 def _how(why: str) -> str:
-    return f"has {why}" if why == "shut down" else why
+    return SHUT_DOWN if why == "shut down" else why
