@@ -392,7 +392,7 @@ class Coordinator:
         self, stalls: Sequence[Stall], where: Mapping[int, str] | None = None, why: str = ""
     ) -> list[Response]:
         """Gives up on names: every rank that asked for one gets an error, whose text ends with ``why``."""
-        texts = [describe_stall(stall, self, where or {}) + why for stall in stalls]  # before any stall is forgotten
+        texts = [describe_stalls([stall], self, where or {}) + why for stall in stalls]  # before any stall is forgotten
         responses = []
         for stall, text in zip(stalls, texts, strict=True):
             if stall.name in self._pending:
@@ -404,26 +404,29 @@ def _failure(kind: Kind, name: str, error: str, fault: Fault) -> Response:
     return Response(kind, (name,), error, fault, cache_ids=(-1,))
 
 
-def describe_stall(stall: Stall, coordinator: Coordinator, where: Mapping[int, str] | None = None) -> str:
-    """Returns the stall report: who waits for whom, what the missing ranks wait for instead, and at which line of user
-    code.
+def describe_stalls(stalls: Sequence[Stall], coordinator: Coordinator, where: Mapping[int, str] | None = None) -> str:
+    """Returns the stall report of tensors that have the same ranks: who waits for whom, what the missing ranks wait for
+    instead, and at which line of user code.
     """
+    stall = max(stalls, key=lambda each: each.waited_s)
+    names = [each.name for each in stalls]
+    who, it = ("tensor", "it") if len(names) == 1 else ("tensors", "them")
     text = (
-        f"tensor '{stall.name}': {_ranks(stall.ready)} submitted it {stall.waited_s:.0f} s ago, "
+        f"{who} {_names(names)}: {_ranks(stall.ready)} submitted {it} {stall.waited_s:.0f} s ago, "
         f"{_ranks(stall.missing)} did not."
     )
     instead = []
     for rank in stall.missing:
-        names = coordinator.waited_for(coordinator.ranks.index(rank))
+        waited_for = coordinator.waited_for(coordinator.ranks.index(rank))
         line = (where or {}).get(rank, "")
-        if names:
-            instead.append(f"rank {rank} waits for {_names(names)} instead" + (f", at {line}" if line else ""))
+        if waited_for:
+            instead.append(f"rank {rank} waits for {_names(waited_for)} instead" + (f", at {line}" if line else ""))
         elif line:
             instead.append(f"rank {rank} is at {line}")
     text += " " + "; ".join(instead) + "." if instead else ""
-    if ".noname." in stall.name:
+    if any(".noname." in name for name in names):
         text += " Calls without a name are numbered in their order: one more on one rank shifts the rest. Pass name=."
-    if stall.name.endswith(FIRST_STEP):
+    if any(name.endswith(FIRST_STEP) for name in names):
         text += f" {LOADED_ALONE}."
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from ocomm.negotiation.coordinator import Coordinator, Stall, describe_stall
+from ocomm.negotiation.coordinator import Coordinator, Stall, describe_stalls
 from ocomm.negotiation.request import Response
 from ocomm.runtime.control import Link, MessageType
 from ocomm.types import Settings
@@ -85,8 +85,11 @@ class StallWatch:
     def _report(self, stalls: Sequence[Stall], now: float) -> list[Response]:
         if self._settings.stall_raise:
             return self._coordinator.fail_stalled(stalls, self._where)
+        due: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Stall]] = {}  # by the ranks, ready and missing
         for stall in stalls:
             if now - self._warned_s.get(stall.name, -1e9) >= self._settings.stall_check_s:
                 self._warned_s[stall.name] = now
-                _log.warning("%s", describe_stall(stall, self._coordinator, self._where))
+                due.setdefault((stall.ready, stall.missing), []).append(stall)
+        for alike in due.values():
+            _log.warning("%s", describe_stalls(alike, self._coordinator, self._where))
         return []

@@ -26,7 +26,7 @@ from ocomm.collectives.waiting import Wait
 from ocomm.errors import HorovodInternalError, LaunchError, OcommError, SettingsError
 from ocomm.kernels.reference import ReferenceKernels
 from ocomm.negotiation.cache import Announcement, RankCache
-from ocomm.negotiation.coordinator import Coordinator, describe_stall
+from ocomm.negotiation.coordinator import Coordinator, describe_stalls
 from ocomm.negotiation.request import (
     RESPONSES_ONLY,
     Fault,
@@ -185,7 +185,7 @@ def test_a_damaged_announcement_changes_nothing_or_is_one_that_a_rank_could_send
     for now_s in (2.0, 100.0):
         read_responses(write_responses(tuple(coordinator.decide())))
         for stall in coordinator.stalled(now_s, 0.5):
-            describe_stall(stall, coordinator)
+            describe_stalls([stall], coordinator)
     assert coordinator.heard(2, caches[2].announcement([])) == []
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.relays import Relays
 from ocomm.negotiation.cache import RankCache
-from ocomm.negotiation.coordinator import EQUAL_CALLS, JOIN_NAME, Coordinator, Stall, describe_stall, find_mismatch
+from ocomm.negotiation.coordinator import EQUAL_CALLS, JOIN_NAME, Coordinator, Stall, describe_stalls, find_mismatch
 from ocomm.negotiation.request import (
     Fault,
     Kind,
@@ -406,7 +406,7 @@ def test_a_stall_says_who_waits_for_whom_and_for_what_instead() -> None:
     assert world.coordinator.stalled(69.0, 60.0) == []
     (stall,) = world.coordinator.stalled(71.0, 60.0)
     assert stall == Stall("a", 61.0, (4, 5), (7,))
-    assert describe_stall(stall, world.coordinator) == (
+    assert describe_stalls([stall], world.coordinator) == (
         "tensor 'a': ranks 4, 5 submitted it 61 s ago, rank 7 did not."
         " rank 7 waits for 'b', 'c', 'd' and 1 more instead."
     )

@@ -59,6 +59,24 @@ def test_a_stall_is_told_once_a_minute_when_the_late_ranks_have_said_where_they_
     assert len(caplog.messages) == 2 and asked.places == [2]
 
 
+def test_tensors_that_wait_for_the_same_ranks_are_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    watch, _, coordinator = watched((0, 1))
+    for place, names in (0, "bcde"), (2, "f"):
+        requests = [Request(Kind.ALLREDUCE, name, DType.FLOAT32, (4,)) for name in names]
+        coordinator.receive((place,), RankCache().announcement(requests), 10.0)
+    watch.hear(5, "train.py:10")
+    watch.hear(7, "train.py:12")
+    with caplog.at_level(logging.WARNING, "ocomm"):
+        watch.inspect(70.0)
+    assert caplog.messages == [
+        "tensor 'a': ranks 4, 5 submitted it 70 s ago, rank 7 did not. rank 7 waits for 'f' instead, at train.py:12.",
+        "tensors 'b', 'c', 'd' and 1 more: rank 4 submitted them 60 s ago, ranks 5, 7 did not. rank 5 waits for 'a' "
+        "instead, at train.py:10; rank 7 waits for 'f' instead, at train.py:12.",
+        "tensor 'f': rank 7 submitted it 60 s ago, ranks 4, 5 did not. rank 4 waits for 'a', 'b', 'c' and 2 more "
+        "instead, at here.py:1; rank 5 waits for 'a' instead, at train.py:10.",
+    ]
+
+
 def test_a_rank_that_does_not_answer_is_waited_for_no_longer_than_two_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
