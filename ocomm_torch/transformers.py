@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ocomm_torch as hvd
@@ -48,8 +49,8 @@ class OcommCallback(TrainerCallback):
         options: Passed on to the function that wraps.
 
     Raises:
-        InvalidRequestError: There is no 1-bit optimizer of that name, or the Trainer does not see the ranks of the job.
-            Later: the Trainer would clip or exchange gradients by itself.
+        InvalidRequestError: There is no 1-bit optimizer of that name, the Trainer does not see the ranks of the job,
+            has trained before, or has an OcommCallback. Later: the Trainer would clip or exchange gradients by itself.
     """
 
     def __init__(self, trainer: Any, optimizer: str | Callable[..., Any] = "onebit_adam", **options: Any) -> None:
@@ -58,6 +59,13 @@ class OcommCallback(TrainerCallback):
             raise InvalidRequestError(
                 "the Trainer's DistributedDataParallel averages by itself, which leaves nothing to optimizer='dense'. "
                 "Leave OcommCallback out, or name a 1-bit optimizer."
+            )
+        if any(isinstance(callback, OcommCallback) for callback in trainer.callback_handler.callbacks):
+            raise InvalidRequestError("the Trainer has an OcommCallback already. Make one for each Trainer.")
+        if isinstance(trainer.optimizer, AcceleratedOptimizer):
+            raise InvalidRequestError(
+                "the Trainer has handed its optimizer to Accelerate, as train() does, and OcommCallback would come too "
+                "late to wrap it. Make OcommCallback before the first train()."
             )
         hvd.init()
         seen = trainer.args.world_size

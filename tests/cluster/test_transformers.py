@@ -121,7 +121,19 @@ def clip():
     one.create_optimizer()
     one.accelerator.clip_grad_norm_(one.model.parameters(), 0.5)
 
+def late():
+    one = trainer()
+    one.optimizer = one.accelerator.prepare(one.create_optimizer())  # as train() does
+    OcommCallback(one)
+
+def twice():
+    one = trainer()
+    OcommCallback(one)
+    OcommCallback(one)
+
 hvd.init()
+said("late", late)
+said("twice", twice)
 said("dense", lambda: OcommCallback(trainer(), "dense"))
 said("norms", lambda: OcommCallback(trainer(), max_grad_norm=2.0)._create_optimizer())
 said("kind", lambda: OcommCallback(trainer(optim="adafactor"))._create_optimizer())
@@ -134,11 +146,18 @@ def test_what_would_train_wrongly_is_refused(tmp_path: Path) -> None:
     done = run_job(2, REFUSED, str(tmp_path), OMP_NUM_THREADS="1")
     for rank in (0, 1):
         assert f"[dense {rank}] InvalidRequestError: the Trainer's DistributedDataParallel averages" in done.stdout
+        assert f"[late {rank}] InvalidRequestError: the Trainer has handed its optimizer to Accelerate" in done.stdout
+        assert f"[twice {rank}] InvalidRequestError: the Trainer has an OcommCallback already." in done.stdout
         assert f"[norms {rank}] InvalidRequestError: gradients are to be clipped to max_grad_norm=2.0" in done.stdout
         assert f"[kind {rank}] InvalidRequestError: DistributedOneBitAdam wraps Adam or AdamW" in done.stdout
         assert f"[clip {rank}] InvalidRequestError: a call of accelerator.clip_grad_norm_ in the script" in done.stdout
         assert f"[alone {rank}] InvalidRequestError: the Trainer sees 1 process(es)" in done.stdout
-    for advice in ("Leave OcommCallback out: ", "name 'ef_sgd'", "TrainingArguments(use_cpu=True)"):
+    for advice in (
+        "Make OcommCallback before the first train()",
+        "Leave OcommCallback out: ",
+        "name 'ef_sgd'",
+        "TrainingArguments(use_cpu=True)",
+    ):
         assert advice in done.stdout
 
 
