@@ -32,15 +32,26 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
-def _count(text: str) -> int:
-    number = int(text)
+def _whole(text: str, of: str = "") -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be a whole number{of}") from None
+
+
+def _count(text: str, of: str = "") -> int:
+    number = _whole(text, of)
     if number < 0:
         raise ValueError("must not be negative")
     return number
 
 
+def _nbytes(text: str) -> int:
+    return _count(text, " of bytes")
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise ValueError("must be at least 1")
     return number
@@ -57,7 +68,10 @@ def _at_most(limit: int, of: Callable[[str], int] = _positive) -> Callable[[str]
 
 
 def _duration(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0 <= number < float("inf"):
         raise ValueError("must be a number that is not negative")
     if number > _LONGEST:
@@ -108,7 +122,7 @@ TUNABLE = tuple(SPACE)
 
 #: Variable name without its prefix -> (field of Settings, parser, whether Horovod has it).
 VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
-    "FUSION_THRESHOLD": ("fusion_threshold", _count, True),
+    "FUSION_THRESHOLD": ("fusion_threshold", _nbytes, True),
     "DISABLE_GROUP_FUSION": ("group_fusion", lambda text: not _flag(text), True),
     "CYCLE_TIME": ("cycle_time_ms", _duration, True),
     "CACHE_CAPACITY": ("cache_capacity", _count, True),
@@ -116,7 +130,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "WINDOW": ("window", _at_most(MOST_WINDOW, _count), False),
     "HIERARCHICAL_ALLREDUCE": ("hierarchical_allreduce", _flag, True),
     "DIRECT_PEERS": ("direct_peers", _positive, False),
-    "SCRATCH_BYTES": ("scratch_nbytes", _count, False),
+    "SCRATCH_BYTES": ("scratch_nbytes", _nbytes, False),
     "IDLE_MS": ("idle_ms", _duration, False),
     "SPIN_US": ("spin_us", _duration, False),
     "STALL_CHECK_DISABLE": ("stall_check", lambda text: not _flag(text), True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
 import shlex
 import sys
@@ -164,6 +165,14 @@ class _Parser(argparse.ArgumentParser):
     """Reads the words before the program only. By itself argparse would refuse a word after it that could be an
     abbreviation of several flags.
     """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f". Did you mean {close[0]}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

@@ -116,12 +116,21 @@ def test_an_abbreviation_of_several_flags_is_refused_before_the_program(capsys):
     assert "ambiguous option: --host could match --hosts, --hostfile" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--autotuning", "--np", "--cycle-time-s"])
-def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, capsys):
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--autotuning", ". Did you mean --autotune?"),
+        ("--np", ". Did you mean -np?"),
+        ("--hostfiel", ". Did you mean --hostfile?"),
+        ("--log_level=info", ". Did you mean --log-level?"),
+        ("--zzz", ""),
+    ],
+)
+def test_a_flag_that_is_not_there_is_an_error_and_never_ignored(flag, meant, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["-np", "2", flag, "x", "python", "train.py"])
     assert caught.value.code == 2
-    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+    assert f"unrecognized arguments: {flag}{meant}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
