@@ -62,8 +62,10 @@ _COUNTED = 8
 class AtEnd(Protocol):
     """What has something to say when a session ends."""
 
-    def at_end(self) -> None:
-        """Called once, when all ranks have left in order. Communicates with nobody."""
+    def at_end(self, goes_on: bool) -> None:
+        """Called once, when all ranks have left in order. Communicates with nobody. ``goes_on``: an elastic run goes on
+        in another job.
+        """
         ...
 
 
@@ -235,8 +237,9 @@ class Session:
                 {self.launch_ranks[rank] if self.launch_ranks else rank: lost[rank] for rank in lost}
             )
 
-    def shutdown(self, failed: bool = False, why: str = "shut down") -> bool:
-        """Leaves the job. Collective unless ``failed``; does nothing before ``start``.
+    def shutdown(self, failed: bool = False, why: str = "shut down", goes_on: bool = False) -> bool:
+        """Leaves the job. Collective unless ``failed``; does nothing before ``start``. ``goes_on``: an elastic run goes
+        on in another job.
 
         Returns True if all ranks left in order.
         """
@@ -268,7 +271,7 @@ class Session:
         self.engine = None
         if clean and not failed:
             for one in self.at_end[-_LAST_WORDS:]:
-                one.at_end()
+                one.at_end(goes_on)
         self.at_end.clear()
         self.counted = []
         self.rejoining.clear()

@@ -318,6 +318,7 @@ class Auto(HasRankState):
         elif isinstance(self._optimizer, ZeroOneAdam) and not self._optimizer.compression_report()["synced"]:
             parameters = [p.detach() for group in self.param_groups for p in group["params"]]
             grouped_allreduce_(parameters, name="DistributedAuto.finish", process_set=self.process_set)
+            self._optimizer._driver.note_average()
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:

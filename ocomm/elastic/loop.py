@@ -87,7 +87,7 @@ def _rejoin() -> bool:
     """
     session = sessions.current()
     process_sets = [ranks for number, ranks in sorted(session.set_ranks.items()) if number]
-    if not session.shutdown(why=REJOINS) or session.left_for_good:
+    if not session.shutdown(why=REJOINS, goes_on=True) or session.left_for_good:
         return False
     api.init(process_sets=process_sets)
     return True
@@ -109,5 +109,5 @@ def _leave(session: sessions.Session) -> None:
     """Ends this process in order; the supervisor starts a new one."""
     assert session.supervisor is not None
     session.supervisor.say("leave")
-    session.shutdown()
+    session.shutdown(goes_on=True)
     sys.exit(0)

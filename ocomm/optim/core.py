@@ -116,6 +116,8 @@ class Core(abc.ABC):
     rate_advice = ""
     #: Number of the frontend's steps from one exchange to the next.
     steps_per_exchange = 1
+    #: Whether all ranks have the same parameters now.
+    is_synced = True
     #: Whether steps with dense tensors may follow one without. If not, the buffers for them are freed then.
     dense_again = False
     #: The optimizer whose dense steps the core makes in a warm-up, by name; None: the wrapped one makes them.

@@ -230,7 +230,7 @@ class ZeroOneAdam(Core):
         return self._waits & (self.stage == Stage.UNSEEN)
 
     @property
-    def is_synced(self) -> bool:
+    def is_synced(self) -> bool:  # type: ignore[override]
         """True if all ranks have the same parameters."""
         return not (self._interval_lr > 0).any()
 

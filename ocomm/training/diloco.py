@@ -60,6 +60,14 @@ class LocalFrontend(Frontend, Protocol):
         ...
 
 
+def _why_apart(steps: int) -> str:
+    """Returns why the ranks' parameters differ after ``steps`` steps, and what to change."""
+    return (
+        f"the run ended without finish() after its last step, {steps}, so the parameters are each rank's own, and the "
+        "steps since the last sync have reached no other rank. Call finish() on all ranks after the last step."
+    )
+
+
 class DiLoCoDriver(Driver):
     """One rank's part of DiLoCo over process set ``number``. Making one is collective.
 
@@ -108,6 +116,10 @@ class DiLoCoDriver(Driver):
     def _overlap_from_the_start(self) -> None:
         """Lets a sync that is delayed begin before its end; the order of tensors is the same on all ranks."""
         self.stepper.resume(self.steps, range(len(self.core.layout.tensors)))
+
+    @property
+    def why_apart(self) -> Callable[[int], str]:
+        return _why_apart
 
     def plan(self) -> str:
         every, bits, layout = self._chosen.sync_every, self._chosen.bits, self.core.layout
@@ -196,6 +208,7 @@ class DiLoCoDriver(Driver):
         else:
             self.stepper.traffic.count_local(self.dense_nbytes)
         self.stepper.count_parts()
+        self.note_step()
 
     def finish(self) -> None:
         """Ends the sync that is under way, syncs every fragment that has taken steps since its last one, and makes the
@@ -213,6 +226,7 @@ class DiLoCoDriver(Driver):
             traffic.uncount(self.dense_nbytes)
         if core.step:
             self._return_to_anchors()
+        self.note_step()
 
     def _next_sync(self) -> int:
         """The step at which a sync ends that is under way, or begins after the current step."""

@@ -186,7 +186,9 @@ class Driver:
         return stepper
 
     def _begin_notices(self) -> Notices:
-        notices = follow(self.session, self.name, self.stepper.traffic, self.why_dense, self.core.dense_bits)
+        notices = follow(
+            self.session, self.name, self.stepper.traffic, self.why_dense, self.core.dense_bits, self.why_apart
+        )
         hosts = self.session.require_topology().hosts
         where = describe_ranks([hosts[rank] for rank in self._ranks], self.session.network, self.on_devices)
         notices.begin(where, self.core.layout.numel, self.plan())
@@ -260,6 +262,14 @@ class Driver:
     @property
     def why_dense(self) -> Callable[[int], str] | None:
         """A function that says why none of a number of steps was compressed; None if there is no warm-up.
+
+        The function must not keep the driver alive.
+        """
+        return None
+
+    @property
+    def why_apart(self) -> Callable[[int], str] | None:
+        """A function that says why the ranks' parameters differ after a number of steps; None if they never do.
 
         The function must not keep the driver alive.
         """
@@ -523,15 +533,24 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
+            self.note_step()
             notices = self._notices
-            if notices is not None:
-                notices.steps = self.steps
-                if self.stepper.traffic.first_compressed and not notices.compresses:
-                    notices.compresses = True
-                    notices.first_compressed(self.uncompressed_nbytes)
+            if notices is not None and self.stepper.traffic.first_compressed and not notices.compresses:
+                notices.compresses = True
+                notices.first_compressed(self.uncompressed_nbytes)
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise
+
+    def note_step(self) -> None:
+        """Notes how far the run is, for what is said at its end."""
+        if self._notices is not None:
+            self._notices.steps, self._notices.is_synced = self.steps, self.core.is_synced
+
+    def note_average(self) -> None:
+        """Notes that the script has made the parameters of all ranks equal, for what is said at the end of the run."""
+        if self._notices is not None:
+            self._notices.is_synced = True
 
     def take(self) -> None:
         """Commits the step, and decides what the ranks decide after it."""

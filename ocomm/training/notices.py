@@ -97,6 +97,8 @@ class Notices:
             an optimizer without a warm-up.
         dense_bits: Bits per element of a dense step.
         speaks: Whether the lines at the start and when compression begins are said.
+        why_apart: ``why_apart(steps)`` returns why the ranks' parameters differ after so many steps, and what to
+            change; None for an optimizer after whose steps they never do.
     """
 
     name: str
@@ -104,8 +106,11 @@ class Notices:
     why_dense: Callable[[int], str] | None
     dense_bits: int = 32
     speaks: bool = True
+    why_apart: Callable[[int], str] | None = None
     #: Number of steps taken, with those before a saved state was loaded.
     steps: int = 0
+    #: True if all ranks had the same parameters after the last step.
+    is_synced: bool = True
     #: True once a compressed step was taken.
     compresses: bool = False
 
@@ -128,11 +133,17 @@ class Notices:
                 amount(dense_nbytes),
             )
 
-    def at_end(self) -> None:
-        """Says what the run has sent and waited for; warns if nothing was compressed, or if that did not pay."""
+    def at_end(self, goes_on: bool) -> None:
+        """Says what the run has sent and waited for. Warns at its end if nothing was compressed, if that did not pay,
+        or if the ranks end with different parameters.
+        """
         if not self.traffic.steps:
             return
         _log.log(NOTICE, "%s: %s", self.name, totals(self.traffic, self.dense_bits))
+        if goes_on:
+            return
+        if self.why_apart is not None and not self.is_synced:
+            _log.warning("%s: %s", self.name, self.why_apart(self.steps))
         if self.why_dense is not None and not self.traffic.compressed_steps and self.steps:
             _log.warning("%s: %s", self.name, self.why_dense(self.steps))
         elif text := loss(self.traffic):
@@ -155,8 +166,9 @@ class DenseNotices:
         nbytes = self.steps * self.nbytes
         return OptimizerCounters(self.name, self.steps, dense_steps=self.steps, bytes_sent=nbytes, bytes_dense=nbytes)
 
-    def at_end(self) -> None:
+    def at_end(self, goes_on: bool) -> None:
         """Says what the run has sent."""
+        del goes_on
         if self.steps:
             sent = amount(self.steps * self.nbytes)
             _log.log(NOTICE, "%s: %d steps, all dense. This rank sent about %s.", self.name, self.steps, sent)
@@ -195,9 +207,14 @@ def follow_dense(
 
 
 def follow(
-    session: Session, name: str, traffic: Traffic, why_dense: Callable[[int], str] | None, dense_bits: int
+    session: Session,
+    name: str,
+    traffic: Traffic,
+    why_dense: Callable[[int], str] | None,
+    dense_bits: int,
+    why_apart: Callable[[int], str] | None,
 ) -> Notices:
     """Returns the notices of a new optimizer, which ``session`` calls when it ends."""
-    notices = Notices(name, traffic, why_dense, dense_bits, speaks=len(session.at_end) < _SPEAKERS)
+    notices = Notices(name, traffic, why_dense, dense_bits, len(session.at_end) < _SPEAKERS, why_apart)
     session.at_end.append(notices)
     return notices

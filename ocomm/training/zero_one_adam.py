@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,16 @@ from ocomm.training.common import Common
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
+
+
+def _why_apart(total_steps: int | None, steps: int) -> str:
+    """Returns why the ranks' parameters differ after ``steps`` steps, and what to change."""
+    told = "total_steps was not given" if total_steps is None else f"total_steps is {total_steps}"
+    return (
+        f"the run ended with step {steps}, which was no sync, so the ranks' parameters differ, unless something has "
+        f"made them equal since: {told}. Pass total_steps={steps}, with which the last step is a sync, or end the run "
+        "where compression_report()['synced'] is True."
+    )
 
 
 class ZeroOneAdamDriver(AdamDriver):
@@ -49,6 +60,10 @@ class ZeroOneAdamDriver(AdamDriver):
         self.non_finite_steps = 0
         #: True if there was one since the last vote.
         self._was_idle = False
+
+    @property
+    def why_apart(self) -> Callable[[int], str]:
+        return partial(_why_apart, self.core.syncs.last_step)
 
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
@@ -96,8 +111,7 @@ class ZeroOneAdamDriver(AdamDriver):
         self._loaded_replica = None
         self.non_finite_steps += not is_finite
         self._was_idle |= not is_finite and not is_skipped
-        if self._notices is not None:
-            self._notices.steps = self.steps
+        self.note_step()
         if moves:
             return StepOutcome.TAKE
         return StepOutcome.SKIP if is_finite else StepOutcome.OVERFLOW

@@ -89,7 +89,9 @@ class Run:
 
 
 @pytest.mark.parametrize("method", WRAPPERS)
-def test_after_four_steps_the_known_method_takes_over(method: str, network: float, only: Callable[[str], None]) -> None:
+def test_after_four_steps_the_known_method_takes_over(
+    method: str, network: float, only: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
     only(method)
 
     def body(session: Session) -> tuple[list[str], str, str]:
@@ -109,6 +111,7 @@ def test_after_four_steps_the_known_method_takes_over(method: str, network: floa
         return found, run.optimizer.decision, run.optimizer.method.name
 
     (found, decision, _), *others = run_ranks(2, body)
+    assert "the run ended" not in caplog.text, "finish() has made the replicas equal"
     for other in others:
         assert other[1:] == (decision, method)
         assert other[0][-1] == found[-1]

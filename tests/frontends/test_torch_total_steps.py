@@ -15,6 +15,7 @@ from ocomm.predict.methods import zero_one_kinds
 from ocomm.session import Session
 from ocomm.telemetry.log import NOTICE
 from ocomm_torch.compression import Compression
+from ocomm_torch.diloco import DistributedDiLoCo
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
@@ -161,6 +162,61 @@ def test_syncs_of_zero_one_adam_become_rarer_after_half_of_the_run() -> None:
     expected = list(enumerate(zero_one_kinds(40), 1))
     assert found[0][0] == [step for step, kind in expected if "1" in kind]
     assert found[0][1] == [step for step, kind in expected if "8" in kind]
+
+
+def step_apart(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Steps whose gradients differ between the ranks."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    for step in range(steps):
+        optimizer.zero_grad()
+        (parameter * torch.arange(40.0) * (step % 3 + 1 + rank())).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("vote", ["step", "sync"])
+@pytest.mark.parametrize(
+    ("total_steps", "told"),
+    [(40, "total_steps is 40"), (20, "total_steps is 20"), (None, "total_steps was not given")],
+)
+def test_a_run_of_zero_one_adam_that_ends_between_syncs_ends_with_a_warning(
+    total_steps: int | None, told: str, vote: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> tuple[bool, list[float]]:
+        parameter = torch.nn.Parameter(torch.ones(40))
+        rare = {} if total_steps else {"local_step_start": 10, "local_step_doubling": 10, "local_step_clip": 4}
+        adam = torch.optim.Adam([parameter])
+        optimizer = DistributedZeroOneAdam(adam, total_steps=total_steps, vote=vote, **rare)
+        step_apart(optimizer, 39)
+        return optimizer.compression_report()["synced"], parameter.tolist()
+
+    (is_synced, first), (_, second) = run_ranks(2, body)
+    assert not is_synced and first != second
+    said = warnings_of(caplog.records)[-1]
+    assert said.startswith("DistributedZeroOneAdam: the run ended with step 39, which was no sync, so the ranks'")
+    assert f"{told}. Pass total_steps=39, with which the last step is a sync, or end the run where" in said
+
+
+def test_a_run_of_zero_one_adam_that_ends_with_a_sync_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    def body(session: Session) -> None:
+        step_apart(DistributedZeroOneAdam(torch.optim.Adam([torch.nn.Parameter(torch.ones(40))]), total_steps=39), 39)
+
+    run_ranks(2, body)
+    assert not warnings_of(caplog.records)
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_a_run_of_diloco_that_ends_without_finish_ends_with_a_warning(
+    finishes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(session: Session) -> None:
+        optimizer = DistributedDiLoCo(torch.optim.Adam([torch.nn.Parameter(torch.ones(40))]), sync_every=4)
+        step_apart(optimizer, 11)
+        if finishes:
+            optimizer.finish()
+
+    run_ranks(2, body)
+    told = ["DistributedDiLoCo: the run ended without finish() after its last step, 11, so the parameters are each"]
+    assert [said[: len(told[0])] for said in warnings_of(caplog.records)] == ([] if finishes else told)
 
 
 @pytest.mark.parametrize("wrap", [DistributedOneBitAdam, DistributedOneBitLamb, DistributedZeroOneAdam])

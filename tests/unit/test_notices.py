@@ -95,7 +95,7 @@ def test_a_run_has_three_lines(caplog: pytest.LogCaptureFixture) -> None:
             notices.steps = step
             if step == 3:
                 notices.first_compressed(3200)
-        notices.at_end()
+        notices.at_end(goes_on=False)
     assert [record.getMessage() for record in caplog.records] == [
         "2 ranks on 1 host. DistributedOneBitAdam, 13.8 million parameters: a step sends much.",
         "DistributedOneBitAdam: the warm-up is over. From step 3 on this rank sends 100 bytes per step instead of "
@@ -110,5 +110,19 @@ def test_a_run_without_a_compressed_step_ends_with_a_warning(caplog: pytest.LogC
     traffic = Traffic(steps=7, dense_steps=7)
     notices = Notices("X", traffic, lambda steps: f"all {steps} were dense", speaks=False)
     notices.steps = 7
-    notices.at_end()
+    notices.at_end(goes_on=False)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == ["X: all 7 were dense"]
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("is_synced", [False, True])
+def test_ranks_that_end_with_different_parameters_are_told_where_the_run_does_not_go_on(
+    is_synced: bool, goes_on: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    notices = Notices("X", Traffic(steps=7, local_steps=7), None, why_apart=lambda steps: f"no sync in step {steps}")
+    notices.steps, notices.is_synced = 7, is_synced
+    with caplog.at_level(NOTICE, "ocomm"):
+        notices.at_end(goes_on)
+    said, *warned = [record.getMessage() for record in caplog.records]
+    assert said.startswith("X: 7 steps (7 local).")
+    assert warned == ([] if is_synced or goes_on else ["X: no sync in step 7"])
