@@ -75,7 +75,7 @@ class Auto(HasRankState):
             in use, with LR schedulers on either object.
         named_parameters: An iterable of (name, parameter), which names the parameters in messages; None names them by
             position.
-        total_steps: The number of steps of the whole run.
+        total_steps: The number of the optimizer's steps in the whole run, such as ``epochs * len(loader)``.
         max_loss_gap: The largest loss above that of exact averages that is accepted, as a part of it.
         max_grad_norm: The norm to which gradients are clipped: that of the averages where there are any. None: they are
             not clipped.
@@ -318,7 +318,7 @@ class Auto(HasRankState):
         elif isinstance(self._optimizer, ZeroOneAdam) and not self._optimizer.compression_report()["synced"]:
             parameters = [p.detach() for group in self.param_groups for p in group["params"]]
             grouped_allreduce_(parameters, name="DistributedAuto.finish", process_set=self.process_set)
-            self._optimizer._driver.note_average()
+            self._optimizer._driver.note_equal()
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:

@@ -63,7 +63,9 @@ class OneBitAdamOptions(PreconditionerOptions):
         which takes at least 2 / (1 - beta2) steps, and with ``total_steps`` a fifth of these at most.""",
     )
     total_steps: int | None = option(
-        None, "The number of steps of the whole run, of which the warm-up takes a fifth at most. None: it is not known."
+        None,
+        """The number of the optimizer's steps in the whole run, such as ``epochs * len(loader)``, of which the warm-up
+        takes a fifth at most. None: it is not known.""",
     )
     shard_state: bool | Literal["auto"] = option(
         False,

@@ -87,8 +87,8 @@ class ZeroOneAdamOptions(PreconditionerOptions):
     )
     total_steps: int | None = option(
         None,
-        """The number of steps of the whole run, of which the last one is a sync; it sets those ``local_step`` options
-        that are None. None: it is not known.""",
+        """The number of the optimizer's steps in the whole run, such as ``epochs * len(loader)``. The last one is a
+        sync, and those ``local_step`` options that are None are set by it. None: it is not known.""",
     )
     vote: Literal["step", "sync"] = option(
         "step",
@@ -130,6 +130,7 @@ class ZeroOneAdam(Core):
     compressor = "zeroone"
     steps_locally = True
     sends_rates = True
+    options: ZeroOneAdamOptions
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: ZeroOneAdamOptions) -> None:
         super().__init__(layout, rank, kernels, options)

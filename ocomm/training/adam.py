@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -20,6 +21,8 @@ from ocomm.session import Session
 from ocomm.training.clipping import clip_factor
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver, Frontend
+
+_log = logging.getLogger("ocomm")
 
 
 class MomentsFrontend(Frontend, Protocol):
@@ -98,6 +101,7 @@ class AdamDriver(Driver):
         self.warm_start: dict[str, Any] | None = None
         self._warm_fingerprint = frontend.read_warm_start()
         super().__init__(session, number, specs, frontend, core_class, options, common)
+        self.total_steps = self.core.options.total_steps or math.inf
 
     def arrange_core(self, frontend: Frontend) -> dict[str, Any]:
         made_by = self.core.dense_steps_of or self.frontend.wrapped_adam()
@@ -118,6 +122,20 @@ class AdamDriver(Driver):
         addresses = np.array([address(average) for average in averages], np.uint64)
         squares = self.kernels.squares(addresses, np.array([average.size for average in averages], np.int64))
         return clip_factor(math.sqrt(sum(squares.tolist())), max_norm)
+
+    def decided_by_length(self) -> str:
+        """Returns what ``total_steps``, beyond which the run goes on, has decided, in words; "" for nothing."""
+        raise NotImplementedError
+
+    def say_longer(self) -> None:
+        if what := self.decided_by_length():
+            _log.warning(
+                "%s: total_steps=%d is over and the run goes on, %s. total_steps counts the optimizer's steps of the "
+                "whole run: epochs * len(loader), if each batch is one.",
+                self.name,
+                self.core.options.total_steps,
+                what,
+            )
 
     def report(self) -> dict[str, Any]:
         """Also returns ``warm_start``: None, or ``step`` of the checkpoint, the number of ``tensors`` with moments in

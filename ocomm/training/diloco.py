@@ -208,7 +208,8 @@ class DiLoCoDriver(Driver):
         else:
             self.stepper.traffic.count_local(self.dense_nbytes)
         self.stepper.count_parts()
-        self.note_step()
+        if self._notices is not None:
+            self._notices.steps, self._notices.is_synced = self.steps, core.is_synced
 
     def finish(self) -> None:
         """Ends the sync that is under way, syncs every fragment that has taken steps since its last one, and makes the
@@ -226,7 +227,7 @@ class DiLoCoDriver(Driver):
             traffic.uncount(self.dense_nbytes)
         if core.step:
             self._return_to_anchors()
-        self.note_step()
+        self.note_equal()
 
     def _next_sync(self) -> int:
         """The step at which a sync ends that is under way, or begins after the current step."""

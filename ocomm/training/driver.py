@@ -7,6 +7,7 @@ with the other ranks, and takes or skips steps. Nothing here depends on a framew
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,8 @@ class Driver:
         MismatchError: A tensor or option differs between the ranks; the message names the first one.
     """
 
+    #: The number of steps of the run, as far as it was told and has not been exceeded.
+    total_steps: float = math.inf
     #: What is said where the frontends' own steps would round differently; {} says which rank has what.
     unlike_text = (
         "the ranks' own optimizers would round differently ({}), so ocomm's Adam makes the dense steps on all ranks, "
@@ -533,22 +536,25 @@ class Driver:
             self.take()
             if self.stepper.overlap and not self.stepper.overlapping:
                 self._adopt_order(order)
-            self.note_step()
             notices = self._notices
-            if notices is not None and self.stepper.traffic.first_compressed and not notices.compresses:
-                notices.compresses = True
-                notices.first_compressed(self.uncompressed_nbytes)
+            if notices is not None:
+                notices.steps, notices.is_synced = self.steps, self.core.is_synced
+                if self.stepper.traffic.first_compressed and not notices.compresses:
+                    notices.compresses = True
+                    notices.first_compressed(self.uncompressed_nbytes)
+                if self.steps > self.total_steps:
+                    self.total_steps = math.inf
+                    if notices.speaks:
+                        self.say_longer()
         except BaseException as error:  # some parameters may have changed already
             self.stepper.give_up(error)
             raise
 
-    def note_step(self) -> None:
-        """Notes how far the run is, for what is said at its end."""
-        if self._notices is not None:
-            self._notices.steps, self._notices.is_synced = self.steps, self.core.is_synced
+    def say_longer(self) -> None:
+        """Warns of a run that goes on after ``total_steps``, if something follows from that. Called once."""
 
-    def note_average(self) -> None:
-        """Notes that the script has made the parameters of all ranks equal, for what is said at the end of the run."""
+    def note_equal(self) -> None:
+        """Notes that all ranks have the same parameters now, for what is said at the end of the run."""
         if self._notices is not None:
             self._notices.is_synced = True
 

@@ -45,7 +45,7 @@ class AdamFrontend(MomentsFrontend, Protocol):
         ...
 
 
-def _why_dense(schedule: FreezeSchedule, steps: int) -> str:
+def _why_dense(schedule: FreezeSchedule, total_steps: int | None, steps: int) -> str:
     """Returns why none of ``steps`` steps was compressed, and what to change."""
     dense = f"all {steps} steps were dense, so nothing was compressed"
     if schedule.decided is not None and steps > schedule.decided:
@@ -53,11 +53,20 @@ def _why_dense(schedule: FreezeSchedule, steps: int) -> str:
             f"{dense}: when the warm-up was over, after step {schedule.decided}, the variance of all parameters was "
             "zero, because no gradient other than zero had come. A parameter's own warm-up begins with its first."
         )
-    why = f"freeze_step is {schedule.freeze_step}"
-    if schedule.freeze_step == "auto":
-        why = f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {2 * schedule.window} steps"
+    if schedule.freeze_step != "auto":
+        why = f"freeze_step is {schedule.freeze_step}. Leave it at 'auto' and pass"
+    elif total_steps is not None:
+        why = (
+            f"total_steps={total_steps}, which counts steps of the optimizer, ends the warm-up after step "
+            f"{schedule.latest} at the latest. Pass"
+        )
+    else:
+        why = (
+            f"freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = {2 * schedule.window} steps. "
+            "Pass"
+        )
     return (
-        f"{dense}: {why}. Pass total_steps={steps}, with which the warm-up takes a fifth of the run at most, or a "
+        f"{dense}: {why} total_steps={steps}, with which the warm-up takes a fifth of the run at most, or a "
         "smaller freeze_step."
     )
 
@@ -141,7 +150,12 @@ class OneBitAdamDriver(AdamDriver):
 
     @property
     def why_dense(self) -> Callable[[int], str]:
-        return partial(_why_dense, self.schedule)
+        return partial(_why_dense, self.schedule, self._total_steps)
+
+    def decided_by_length(self) -> str:
+        if self.freeze_at != self.schedule.latest:
+            return ""
+        return f"and because of it the warm-up ended after step {self.freeze_at}"
 
     def plan(self) -> str:
         compressed = f"about {amount(self.compressed_nbytes)} once the variance is frozen"

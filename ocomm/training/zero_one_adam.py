@@ -65,6 +65,9 @@ class ZeroOneAdamDriver(AdamDriver):
     def why_apart(self) -> Callable[[int], str]:
         return partial(_why_apart, self.core.syncs.last_step)
 
+    def decided_by_length(self) -> str:
+        return f"with syncs up to {self.core.syncs.interval(self.steps)} steps apart"
+
     def plan(self) -> str:
         """Returns what this rank will send per step, in words."""
         return (
@@ -111,7 +114,8 @@ class ZeroOneAdamDriver(AdamDriver):
         self._loaded_replica = None
         self.non_finite_steps += not is_finite
         self._was_idle |= not is_finite and not is_skipped
-        self.note_step()
+        if self._notices is not None:
+            self._notices.steps, self._notices.is_synced = self.steps, self.core.is_synced
         if moves:
             return StepOutcome.TAKE
         return StepOutcome.SKIP if is_finite else StepOutcome.OVERFLOW

@@ -51,14 +51,45 @@ def test_the_warm_up_takes_a_fifth_of_the_run_at_most(kind: str, caplog: pytest.
     assert not warnings_of(caplog.records)
 
 
-@pytest.mark.parametrize("options", [{}, {"freeze_step": 100}, {"total_steps": 1000}])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "freeze_step='auto' waits for a stable variance, at least 2 / (1 - beta2) = 2000 steps. Pass"),
+        ({"freeze_step": 100}, "freeze_step is 100. Leave it at 'auto' and pass"),
+        ({"freeze_step": 100, "total_steps": 1000}, "freeze_step is 100. Leave it at 'auto' and pass"),
+        (
+            {"total_steps": 1000},
+            "total_steps=1000, which counts steps of the optimizer, ends the warm-up after step 200 at the latest. "
+            "Pass",
+        ),
+    ],
+)
 def test_a_run_that_never_compressed_ends_with_a_warning(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_ranks(2, lambda session: train(7, **options))
     (said,) = warnings_of(caplog.records)
-    assert said.startswith("DistributedOneBitAdam: all 7 steps were dense, so nothing was compressed: freeze_step")
-    assert "Pass total_steps=7, with which the warm-up takes a fifth of the run at most" in said
+    assert said == (
+        f"DistributedOneBitAdam: all 7 steps were dense, so nothing was compressed: {why} total_steps=7, with which "
+        "the warm-up takes a fifth of the run at most, or a smaller freeze_step."
+    )
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_a_warm_up_that_a_length_in_another_unit_has_ended_is_told_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(2, lambda session: train(12, kind, total_steps=3))
+    (said,) = warnings_of(caplog.records)
+    assert "total_steps=3 is over and the run goes on, and because of it the warm-up ended after step 2. " in said
+    assert said.endswith(
+        "total_steps counts the optimizer's steps of the whole run: epochs * len(loader), if each batch is one."
+    )
+
+
+def test_a_run_whose_warm_up_another_option_has_ended_may_be_longer(caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(2, lambda session: train(30, freeze_step=6, total_steps=20))
+    assert not warnings_of(caplog.records)
 
 
 @pytest.mark.parametrize("options", [{"total_steps": 30}, {"freeze_step": 6}])
@@ -191,7 +222,9 @@ def test_a_run_of_zero_one_adam_that_ends_between_syncs_ends_with_a_warning(
 
     (is_synced, first), (_, second) = run_ranks(2, body)
     assert not is_synced and first != second
-    said = warnings_of(caplog.records)[-1]
+    *earlier, said = warnings_of(caplog.records)
+    over = "total_steps=20 is over and the run goes on, with syncs up to 4 steps apart. total_steps counts the"
+    assert [over in each for each in earlier] == [True] * (total_steps == 20)
     assert said.startswith("DistributedZeroOneAdam: the run ended with step 39, which was no sync, so the ranks'")
     assert f"{told}. Pass total_steps=39, with which the last step is a sync, or end the run where" in said
 
