@@ -26,6 +26,7 @@ from ocomm_torch.compression import CodesCompressor, Compression, Compressor, On
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.naming import NamesParameters, names_of
+from ocomm_torch.rank_states import require_optimizer
 from ocomm_torch.wrapped import STEPPED, StepGuard
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def DistributedOptimizer(
         InvalidRequestError: An argument cannot be right (a ValueError). Later ``step()`` and ``synchronize()`` raise
             HorovodInternalError if an exchange failed.
     """
+    require_optimizer(optimizer, "DistributedOptimizer")
     if is_kind(compression, OneBitCompressor):
         compression.compress(optimizer.param_groups[0]["params"][0])  # raises, and says what to use instead
     _check_wrappable(optimizer)

@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from ocomm.training.driver import Driver
 from ocomm_torch.checkpoint import rank_source
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import refuse_mesh
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger("ocomm")
 
@@ -54,6 +57,16 @@ class OwnState(defaultdict[Any, Any]):
         return True
 
 
+def require_optimizer(optimizer: Any, wrapper: str) -> None:
+    """Raises InvalidRequestError if ``optimizer``, which ``wrapper`` is to wrap, is none."""
+    if not hasattr(optimizer, "param_groups"):
+        raise InvalidRequestError(
+            f"{wrapper} wraps an optimizer, and its first argument is a {type(optimizer).__name__}. Make an optimizer "
+            "with lr and its other options, such as inner = torch.optim.AdamW(model.parameters(), lr=1e-3), and pass "
+            f"that: {wrapper}(inner, model.named_parameters())."
+        )
+
+
 class HasRankState(CollectiveStep):
     """An optimizer that saves ``state_dict()``, the same on all ranks, and ``rank_state_dict()``, what only this rank
     has. ``state_dict()["ocomm"]`` is a saved state of ``ocomm.training.resume``.
@@ -71,6 +84,11 @@ class HasRankState(CollectiveStep):
     _names: list[str]
     #: True while Torch adds the groups of the wrapped optimizer; no others may be added.
     _wrapping = False
+
+    def __new__(cls, optimizer: Any = None, *_: Any, **__: Any) -> Self:
+        # Before the options are looked at: who passes parameters here passes lr= and others, too.
+        require_optimizer(optimizer, f"Distributed{cls.__name__}")
+        return super().__new__(cls)
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner = optimizer

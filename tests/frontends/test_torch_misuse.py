@@ -20,6 +20,7 @@ from ocomm_torch.auto import DistributedAuto
 from ocomm_torch.birder import DistributedBirder
 from ocomm_torch.compression import Compression
 from ocomm_torch.diloco import DistributedDiLoCo
+from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
 from ocomm_torch.lion import DistributedLion
 from ocomm_torch.onebit import DistributedOneBitAdam
@@ -178,6 +179,28 @@ def test_torchs_adam_is_accepted_with_other_defaults_schedulers_hooks_and_profil
         DistributedOneBitAdam(made)
 
     run(body)
+
+
+@pytest.mark.parametrize("given", ["parameters", "model"])
+@pytest.mark.parametrize("options", [{}, {"lr": 1e-3, "freeze_step": 20}], ids=["alone", "with options"])
+@pytest.mark.parametrize(
+    "wrapper",
+    [*ADAMS, DistributedBirder, DistributedEFSGD, DistributedLion, DistributedDiLoCo, DistributedAuto],
+)
+def test_parameters_in_the_place_of_an_optimizer_are_refused_with_what_to_pass(
+    wrapper: Any, options: dict[str, Any], given: str
+) -> None:
+    """As DeepSpeed's 1-bit optimizers take them."""
+    model = torch.nn.Linear(3, 2)
+    first, kind = (model, "Linear") if given == "model" else (model.parameters(), "generator")
+    with pytest.raises(InvalidRequestError) as raised:
+        wrapper(first, **options)
+    name = f"Distributed{wrapper.__name__}"
+    assert str(raised.value).startswith(f"{name} wraps an optimizer, and its first argument is a {kind}. Make an opt")
+    assert f"pass that: {name}(inner, model.named_parameters())." in str(raised.value)
+    if not options:
+        with pytest.raises(InvalidRequestError, match=f"DistributedOptimizer wraps an optimizer, .* is a {kind}"):
+            DistributedOptimizer(model if given == "model" else model.parameters())
 
 
 WITH_INNER_STEPS = {
