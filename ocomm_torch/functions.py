@@ -69,6 +69,11 @@ def check_replicas(params: Any, process_set: ProcessSet = global_process_set) ->
 
 def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:
     """Returns the tensors of ``params`` with their names, without those that are None."""
+    if isinstance(params, torch.nn.Module):
+        raise InvalidRequestError(
+            f"invalid params: they are a {type(params).__name__}, a module; pass its state_dict(), which has its "
+            "parameters and buffers."
+        )
     if isinstance(params, Mapping):
         pairs: list[tuple[str | None, Any]] = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str)):

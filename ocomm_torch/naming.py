@@ -12,16 +12,22 @@ from torch import Tensor
 from ocomm.errors import InvalidRequestError
 
 
-def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Returns a name for each parameter, by position if ``named`` is None. InvalidRequestError has Horovod's words."""
-    if named is None:
-        return {p: by_number(number) for number, p in enumerate(dict.fromkeys(parameters))}
+def pairs_of(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Returns ``named`` as a list. Raises InvalidRequestError, in Horovod's words, if it does not consist of pairs."""
     pairs = list(named)
     if any(not isinstance(pair, tuple) for pair in pairs):
         raise InvalidRequestError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
+    return pairs
+
+
+def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
+    """Returns a name for each parameter, by position if ``named`` is None. InvalidRequestError has Horovod's words."""
+    if named is None:
+        return {p: by_number(number) for number, p in enumerate(dict.fromkeys(parameters))}
+    pairs = pairs_of(named)
     duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
         raise InvalidRequestError(
@@ -33,6 +39,7 @@ def names_of(parameters: Sequence[Tensor], named: Iterable[tuple[str, Tensor]] |
         raise InvalidRequestError(
             "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
             + ", ".join(str(id(p)) for p in unnamed)
+            + f". The first is of shape {tuple(unnamed[0].shape)}."
         )
     return {p: name_of[p] for p in parameters}
 

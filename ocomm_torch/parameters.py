@@ -11,6 +11,7 @@ import torch
 from ocomm.errors import InvalidRequestError
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.memory_order import is_dense
+from ocomm_torch.naming import pairs_of
 from ocomm_torch.tensor_memory import why_untrainable
 
 
@@ -27,7 +28,7 @@ def named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[torch.Tensor], list[str]]:
     """Returns the optimizer's parameters in group order, with their names."""
-    names = {id(p): name for name, p in reversed(list(named_parameters or ()))}
+    names = {id(p): name for name, p in reversed(pairs_of(named_parameters or ()))}
     parameters, result = [], []
     seen: set[int] = set()
     for g, group in enumerate(optimizer.param_groups):

@@ -655,6 +655,16 @@ def test_a_rank_one_step_ahead_is_caught() -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(2,), (4,)])  # a parameter of two rows could be taken for a pair
+def test_parameters_in_the_place_of_pairs_with_names_are_refused(shape: tuple[int, ...]) -> None:
+    def body(session: Session) -> None:
+        parameter = torch.nn.Parameter(torch.ones(shape))
+        with pytest.raises(InvalidRequestError, match=r"named_parameters should be a sequence of tuples \(name, param"):
+            DistributedOneBitAdam(torch.optim.Adam([parameter]), [parameter])
+
+    run_ranks(1, body)
+
+
 def test_parameters_that_were_not_named_are_refused() -> None:
     def body(session: Session) -> None:
         first, second = one_parameter(), one_parameter()

@@ -352,6 +352,9 @@ class TestStartingAlike:
         for wrong in (3, torch.ones(2), {"a": 1}):
             with pytest.raises(InvalidRequestError, match=r"^invalid params"):
                 hvd.broadcast_parameters(wrong, 0)
+        for model in (torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))):
+            with pytest.raises(InvalidRequestError, match=r"^invalid params: .* a module; pass its state_dict\(\)"):
+                hvd.broadcast_parameters(model, 0)
 
     @pytest.mark.parametrize("kind", ["adam", "sgd", "fresh"])
     def test_optimizer_state(self, kind: str) -> None:

@@ -838,7 +838,7 @@ class TestRules:
                 (
                     {"named_parameters": named[1:]},
                     "named_parameters was specified, but one or more model parameters were not named. Python object "
-                    f"ids: {id(weight)}",
+                    f"ids: {id(weight)}. The first is of shape {tuple(weight.shape)}.",
                 ),
                 ({"groups": -1}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
                 ({"groups": [weight]}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
