@@ -458,6 +458,11 @@ class Stepper:
             ]
             if heard & Flag.UNPOSTED:
                 likely.reverse()
+            if not norms[low]:
+                likely = [
+                    "Something has cleared them, such as model.zero_grad(), and the step goes without them: "
+                    "call zero_grad() before backward."
+                ]
             _log.warning(
                 "%s: gradients were changed between backward and step(), before they were averaged: their norm is now "
                 "%s. %s The step was exchanged again, and from now on nothing overlaps; pass overlap=False if you want "

@@ -221,6 +221,10 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
     def zero(parameters: Parameters) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 0.0)
 
+    def clear_on_one_rank(parameters: Parameters) -> None:
+        if rank():
+            torch._foreach_zero_([parameter.grad for parameter in parameters[:3]])
+
     def pass_again(parameters: Parameters) -> None:
         sum(p.square().sum() for p in parameters[:3]).backward()
 
@@ -233,7 +237,12 @@ def test_a_change_of_gradients_that_are_not_averaged_is_one_warning_with_two_nor
     assert "their norm is now " in said and 0 < said.find(passes) < said.find(clips)
     same_everywhere(lambda: train(compressed(), zero))
     (said,) = warned(caplog, "OneBitAdam")
-    assert "their norm is now 0 on all ranks." in said
+    cleared = "Something has cleared them, such as model.zero_grad(), and the step goes without them: call"
+    assert f"their norm is now 0 on all ranks. {cleared} zero_grad() before backward. The step" in said
+    assert clips not in said and passes not in said
+    same_everywhere(lambda: train(compressed(), clear_on_one_rank))
+    (said,) = warned(caplog, "OneBitAdam")
+    assert f" on rank 0. {cleared}" in said and "their norm is now 0 on rank 1 and " in said
     same_everywhere(lambda: train(compressed(), on_one_rank))
     (said,) = warned(caplog, "OneBitAdam")
     assert "changed between backward and step()" in said and "0.2 on rank 1" in said
