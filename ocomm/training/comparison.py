@@ -146,7 +146,7 @@ class StepComparison:
             if in_step and _differ(rows["own"]):
                 self._is_alike = False
                 self._warn_of_rounding(rows)
-        elif last == 1 and is_unequal and self._may_still_be_made_alike(rows):
+        elif last == 1 and is_unequal and not _differ(rows["options"]) and self._may_still_be_made_alike(rows):
             is_unequal, self._count = False, 1  # this comparison is made again
         if self._count > 1 and in_step:
             self._look_at_gradients(rows["own"], last)

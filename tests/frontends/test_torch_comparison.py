@@ -98,13 +98,15 @@ def test_ranks_may_be_made_alike_after_their_first_step() -> None:
     assert told(change, seed=lambda rank: rank) == [(-1, "")] * 2
 
 
-def test_another_learning_rate_on_one_rank_is_told_in_that_step() -> None:
+@pytest.mark.parametrize("first", [0, 5])
+def test_another_learning_rate_on_one_rank_is_told_in_that_step(first: int, caplog: pytest.LogCaptureFixture) -> None:
     def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
-        if number == 5 and rank == 1:  # as ReduceLROnPlateau on this rank's loss
+        if number == first and rank == 1:  # as ReduceLROnPlateau on this rank's loss
             optimizer.param_groups[0]["lr"] = 5e-4
 
     (number, message), other = told(change)
-    assert (number, message) == other and number == 5
+    assert (number, message) == other and number == (first or 1), "nothing is compared in the first step"
+    assert "not alike" not in caplog.text, "replicas differ, but not because they were not broadcast"
     assert "hyperparameters differ: rank(s) [0] have lr=0.001 in group 0; rank(s) [1] have lr=0.0005" in message
 
 
