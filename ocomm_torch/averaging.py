@@ -129,8 +129,9 @@ class AveragingOptimizer(NamesParameters):
         #: When the last backward pass that exchanged had computed all gradients; None before it.
         self.backward_ended: float | None = None
         self._busy = False
-        self._synchronized = False  # by a call of synchronize()
+        # Of the step under way: _complete() and synchronize() set these, and end_step() alone clears them.
         self._averaged = False  # every gradient is the average, for whatever reason
+        self._synchronized = False  # and synchronize() has been called
         self._late = LateAverages()
         self._should_synchronize = True
         self._accumulates = False  # inside no_sync()
@@ -258,13 +259,14 @@ class AveragingOptimizer(NamesParameters):
                     "backward_passes_per_step. " + OF_ANOTHER
                 )
             raise AssertionError(TOO_MANY_PASSES)
+        if self._averaged:
+            self.end_step()
         if self._accumulates:
             self._delay[p] = max(self._delay[p] - 1, 1)  # one that exchanges is yet to come
             return
         self._delay[p] -= 1
         if self._delay[p] > 0:
             return
-        self._synchronized = self._averaged = False
         if self._axis is not None and _is_partial(p):
             self._partial.add(p)
         else:
@@ -532,10 +534,22 @@ class AveragingOptimizer(NamesParameters):
         """Waits until every gradient is the average over the ranks. Collective over the process set.
 
         Parameters without a gradient count as zeros, unless they are frozen (``requires_grad_(False)``), on all ranks.
+        Gradients that are set or changed afterwards are stepped on as they are.
         Raises HorovodInternalError if an exchange failed, InvalidRequestError if a frozen parameter has a gradient.
         """
-        self._complete()
+        # What has averaged without this call may have done so on some ranks alone, such as the use of a gradient.
+        if self._synchronized or not self._averaged:
+            self._complete()
         self._synchronized = True
+
+    def await_averages(self) -> None:
+        """Waits until every gradient is the average, once in each step. Collective over the process set."""
+        if not self._averaged:
+            self._complete()
+
+    def end_step(self) -> None:
+        """Forgets that gradients are averages: the step was made, skipped or given up, or the next gradient has come."""
+        self._averaged = self._synchronized = False
 
     def _complete(self) -> None:
         if self._busy or not self._is_distributed:
@@ -631,21 +645,23 @@ class AveragingOptimizer(NamesParameters):
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=4,  # behind the two calls of ``eager``
                 )
-            elif not self._averaged and (closure is None or self._exchanges):
-                self._complete()
-        self._synchronized = self._averaged = False
+            elif closure is None or self._exchanges:
+                self.await_averages()
         self._late.look(self._names.__getitem__)
         if self._notices is not None:
             self._notices.steps += 1
-        if closure is None:
-            return super().step()
 
         def averaged_closure() -> Any:
+            assert closure is not None
+            self.end_step()
             loss = closure()
-            self._complete()
+            self.await_averages()
             return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
-        return super().step(averaged_closure)
+        try:
+            return super().step() if closure is None else super().step(averaged_closure)
+        finally:
+            self.end_step()
 
     def _reduced_loss(self, loss: Any) -> Any:
         """Returns the loss whose gradient the averaged gradients are. LBFGS ends its iterations, and chooses the length
@@ -668,6 +684,7 @@ class AveragingOptimizer(NamesParameters):
         if self._exchanges:
             raise AssertionError(CLEARED_EARLY)
         self._forget()
+        self.end_step()
         self._hook_parameters()
         # That of an optimizer of the user's may have no such parameter.
         super().zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
@@ -682,7 +699,7 @@ class AveragingOptimizer(NamesParameters):
         with contextlib.suppress(OcommError):
             self._deliver()
         self._forget()
-        self._synchronized = self._averaged = False
+        self.end_step()
         super().load_state_dict(state_dict)
 
 

@@ -309,6 +309,71 @@ class TestAgainstOneProcess:
         assert found[0][1] == pytest.approx(losses, rel=1e-3) and found[0][2] == calls
 
 
+class TestSteps:
+    """A step is averaged once, whatever has averaged the one before."""
+
+    @pytest.mark.parametrize(("gradients", "expected"), [("set", 1.5), ("of a pass too few", 1.5), ("of a rank", 1.0)])
+    @pytest.mark.parametrize("before", ["closure", "given up"])
+    def test_averages_of_a_step_do_not_stand_for_those_of_the_next(
+        self, before: str, gradients: str, expected: float
+    ) -> None:
+        def body(session: Session) -> list[list[float]]:
+            p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0), backward_passes_per_step=2)
+
+            def closure() -> Any:
+                for _ in range(2):
+                    loss = p.sum() + q.sum()
+                    loss.backward()
+                return loss
+
+            if before == "closure":
+                optimizer.step(closure)
+                p.grad = q.grad = None
+            else:
+                closure()
+                optimizer.synchronize()
+                optimizer.zero_grad()
+            starts = [p.detach().clone(), q.detach().clone()]
+            if gradients == "set":
+                p.grad, q.grad = (torch.full((2,), 1.0 + hvd.rank()) for _ in range(2))
+            elif gradients == "of a pass too few":
+                ((p.sum() + q.sum()) * (1 + hvd.rank())).backward()
+            elif hvd.rank() == 0:
+                closure()
+            optimizer.step()
+            return [(start - now).tolist() for start, now in zip(starts, [p, q], strict=True)]
+
+        assert run_ranks(2, body) == [[[expected] * 2] * 2] * 2
+
+    @pytest.mark.parametrize("way", ["synchronize", "closure"])
+    def test_gradients_that_were_used_are_not_averaged_again(self, way: str) -> None:
+        """The use has averaged the step on the rank that lacks a gradient; the other one had all at backward's end."""
+
+        def body(session: Session) -> list[float]:
+            p, q = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0, momentum=0.5))
+
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = p + q if hvd.rank() == 0 else p * 1.0
+                loss.backward()
+                assert p.grad.item() == 1.0
+                return loss
+
+            for _ in range(2):
+                if way == "closure":
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.synchronize()
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+            return [p.item(), q.item()]
+
+        assert run_ranks(2, body) == [[-2.5, -1.25]] * 2
+
+
 class TestUnevenGradients:
     def test_a_missing_gradient_counts_as_zeros(self) -> None:
         def body(session: Session) -> list[Any]:
