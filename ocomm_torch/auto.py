@@ -33,7 +33,7 @@ from ocomm_torch.checkpoint import to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.compression import Compression
 from ocomm_torch.diloco import DiLoCo
-from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.loss_scaling import AveragesGradients, CollectiveStep
 from ocomm_torch.mpi_ops import grouped_allreduce_
 from ocomm_torch.onebit import OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
@@ -286,11 +286,14 @@ class Auto(HasRankState):
             self._optimizer.skip(overflow=overflow)
             self.outcome = self._optimizer.outcome
         else:  # averages overflow on all ranks
+            self._optimizer.end_step()
             self.outcome = StepOutcome.OVERFLOW if overflow else StepOutcome.SKIP
 
     def widen_gradients(self) -> None:
         if isinstance(self._optimizer, CollectiveStep):
             self._optimizer.widen_gradients()
+        elif isinstance(self._optimizer, AveragesGradients):
+            self._optimizer.await_averages()
 
     def gradients_changed(self) -> None:
         if isinstance(self._optimizer, CollectiveStep):

@@ -4,8 +4,8 @@ Averages are made while backward goes on. In each step autograd calls ``_on_grad
 starts allreduces, some megabytes at a time. When the backward pass that completed the last gradient ends,
 ``_on_backward_end`` waits for them. So ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()``
 sees averages, as with DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by
-``synchronize``. It is called by ``step()``, when something reads ``param_groups``, as ``GradScaler`` does before it
-unscales, and when a gradient under way is used (``ocomm_torch.watched``).
+``synchronize()``, by ``step()`` and before a GradScaler unscales (``ocomm_torch.loss_scaling``), on all ranks; and on a
+rank with gradients under way, where they are used (``ocomm_torch.watched``) or something reads ``param_groups``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ocomm.optim.grid import Grid
 from ocomm.training.comparison import StepComparison
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
+from ocomm_torch import loss_scaling
 from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
 from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.late_averages import LateAverages
-from ocomm_torch.loss_scaling import SharesOverflows
 from ocomm_torch.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
@@ -87,7 +87,7 @@ class _Exchange:
             self._error = error
 
 
-class AveragingOptimizer(NamesParameters):
+class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
     """Mixin of ``DistributedOptimizer``, placed before the class of the user's optimizer."""
 
     def _distribute(
@@ -146,6 +146,7 @@ class AveragingOptimizer(NamesParameters):
         self._is_checked = False  # True once it is known that nothing else averages the same gradients
         self._hook_parameters()
         add_watcher(self)
+        loss_scaling.install()
 
     def _follow(self) -> DenseNotices | None:
         """Says what is about to be averaged, on one rank, which says at the end what was."""
@@ -548,7 +549,7 @@ class AveragingOptimizer(NamesParameters):
             self._complete()
 
     def end_step(self) -> None:
-        """Forgets that gradients are averages: the step was made, skipped or given up, or the next gradient has come."""
+        """Forgets that gradients are averages: the step was made, skipped or given up, or a gradient came after it."""
         self._averaged = self._synchronized = False
 
     def _complete(self) -> None:
@@ -593,7 +594,7 @@ class AveragingOptimizer(NamesParameters):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups. Waits for gradients under way, because GradScaler finds them through here."""
+        """The wrapped optimizer's groups. Waits for gradients under way, which a script finds through here."""
         if "param_groups" not in self.__dict__:  # Lightning's wrapper has this class, and finds attributes by itself
             raise AttributeError("param_groups")
         if self.__dict__.get("_exchanges"):
@@ -703,7 +704,7 @@ class AveragingOptimizer(NamesParameters):
         super().load_state_dict(state_dict)
 
 
-class AveragingGridOptimizer(SharesOverflows, AveragingOptimizer):
+class AveragingGridOptimizer(loss_scaling.SharesOverflows, AveragingOptimizer):
     """Mixin of ``DistributedOptimizer`` in a grid, whose parts a GradScaler steps together."""
 
     def overflowed_anywhere(self, here: bool) -> bool:

@@ -38,6 +38,18 @@ class SharesOverflows(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class AveragesGradients(torch.optim.Optimizer):
+    """An optimizer whose gradients are averages before a scale is divided out of them, and overflow on all ranks."""
+
+    def await_averages(self) -> None:
+        """Waits until every gradient is the average, once in each step. Collective."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Says that the step is over: it was made, or skipped."""
+        raise NotImplementedError
+
+
 # Before Torch 2.3 there was a GradScaler for CUDA only, of which that for CPUs was a subclass.
 _GradScaler: Any = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
 _torch_step = _GradScaler.step
@@ -48,7 +60,7 @@ def install() -> None:
     """Patches ``GradScaler.step`` and ``GradScaler.unscale_`` for the optimizers of this module.
 
     A step of a ``CollectiveStep`` then ends in the same way on all ranks; one that ``SharesOverflows`` begins in the
-    same way.
+    same way. One that ``AveragesGradients`` does so before, also on a rank where backward has announced no gradient.
 
     A GradScaler looks for overflows in this rank's gradients alone. If it finds one it does not call the optimizer, for
     which the other ranks wait. If it finds none it is not told that the step was skipped, and keeps its scale. No hook
@@ -64,15 +76,23 @@ def install() -> None:
 
 
 def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    if self.is_enabled() and isinstance(optimizer, SharesOverflows):
+    if not self.is_enabled():
+        return _torch_step(self, optimizer, *args, **kwargs)
+    if isinstance(optimizer, AveragesGradients):
+        optimizer.await_averages()  # a fused optimizer is asked to unscale by itself
+    if isinstance(optimizer, SharesOverflows):
         if not self._found_inf_per_device(optimizer):
             self.unscale_(optimizer)
         found = self._found_inf_per_device(optimizer)
         if optimizer.overflowed_anywhere(any(bool(each) for each in found.values())):
             for each in found.values():
                 each.fill_(1.0)
-    if not (self.is_enabled() and isinstance(optimizer, CollectiveStep)):
-        return _torch_step(self, optimizer, *args, **kwargs)
+    if not isinstance(optimizer, CollectiveStep):
+        try:
+            return _torch_step(self, optimizer, *args, **kwargs)
+        finally:
+            if isinstance(optimizer, AveragesGradients):
+                optimizer.end_step()
     optimizer.outcome = None
     result = _torch_step(self, optimizer, *args, **kwargs)
     if optimizer.outcome is None:
@@ -84,6 +104,8 @@ def _step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
 
 
 def _unscale(self: Any, optimizer: torch.optim.Optimizer) -> None:
+    if self.is_enabled() and isinstance(optimizer, AveragesGradients):
+        optimizer.await_averages()
     if not (self.is_enabled() and isinstance(optimizer, CollectiveStep)):
         _torch_unscale(self, optimizer)
         return

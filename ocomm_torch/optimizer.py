@@ -18,7 +18,7 @@ from ocomm.launch import as_horovod
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.grid import Grid
 from ocomm.types import ReduceOp
-from ocomm_torch import loss_scaling, low_bit
+from ocomm_torch import low_bit
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
 from ocomm_torch.compiling import leave_hooks_alone
@@ -164,7 +164,6 @@ def _check_wrappable(optimizer: torch.optim.Optimizer) -> None:
 
 def _grid(axis: DataAxis, parameters: Sequence[Tensor], names: Mapping[Tensor, str]) -> Grid | None:
     """Returns this rank's place in the grid of ``axis``; None if that is the only axis. Collective over the mesh."""
-    loss_scaling.install()
     local = LocalTensors(parameters, is_mesh=True)
     return axis.grid(sessions.current(), "Optimizer", [names[p] for p in parameters], parameters, local)
 

@@ -358,6 +358,30 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
 
 
 @pytest.mark.parametrize("network", [FAST], indirect=True)
+def test_a_rank_with_no_gradient_under_way_unscales_the_averages(network: float, only: Callable[[str], None]) -> None:
+    only(EXACT)
+
+    def body(session: Session) -> list[str]:
+        run = Run(rank_of(session))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        found = []
+        for step in range(1, 8):
+            for p in run.parameters:
+                p.grad = torch.zeros_like(p)
+            if step == 1 or run.rank == 0:
+                overflow = torch.inf if step in (2, 5) else 1.0
+                scaler.scale(sum(p.sum() for p in run.parameters) * overflow).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            found.append(digest([scaler.get_scale(), *(p.detach().numpy() for p in run.parameters)]))
+        assert scaler.get_scale() == 2.0
+        return found
+
+    first, second = run_ranks(2, body)
+    assert first == second
+
+
+@pytest.mark.parametrize("network", [FAST], indirect=True)
 def test_clipped_averages_are_those_that_a_script_would_clip(network: float, only: Callable[[str], None]) -> None:
     only(EXACT)
 

@@ -532,6 +532,59 @@ class TestGradScaler:
 
         assert run_ranks(2, body) == [512.0, 512.0]
 
+    @pytest.mark.parametrize("unscale_first", [False, True])
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_a_rank_with_no_gradient_under_way_unscales_the_averages(self, fused: bool, unscale_first: bool) -> None:
+        def body(session: Session) -> list[tuple[float, float]]:
+            p = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0, fused=fused))
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            found = []
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=False)
+                if step == 0 or hvd.rank() == 0:  # the other rank's batch has no sample for it later
+                    scaler.scale(p.sum() * (float("inf") if step == 2 else 1.0)).backward()
+                if unscale_first:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                found.append((p[0].item(), scaler.get_scale()))
+            return found
+
+        assert run_ranks(2, body) == [[(-1.0, 4.0), (-1.5, 4.0), (-1.5, 2.0), (-2.0, 2.0)]] * 2
+
+    def test_an_overflow_after_a_pass_too_few_is_skipped_by_all(self) -> None:
+        def body(session: Session) -> list[tuple[float, float]]:
+            p = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), backward_passes_per_step=2)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            found = []
+            for step, passes in enumerate([2, 1, 2]):
+                for _ in range(passes):
+                    overflow = step == 1 and hvd.rank() == 1
+                    scaler.scale(p.sum() * (float("inf") if overflow else 1.0 + hvd.rank())).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                found.append((p[0].item(), scaler.get_scale()))
+            return found
+
+        assert run_ranks(2, body) == [[(-3.0, 4.0), (-3.0, 2.0), (-6.0, 2.0)]] * 2
+
+    def test_a_step_that_was_skipped_is_over(self) -> None:
+        def body(session: Session) -> list[float]:
+            p = torch.nn.Parameter(torch.zeros(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(p.sum() * float("inf")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            p.grad = torch.full((2,), 1.0 + hvd.rank())  # which no hook announces
+            optimizer.step()
+            return p.tolist()
+
+        assert run_ranks(2, body) == [[-1.5, -1.5]] * 2
+
 
 class TestRules:
     def test_the_class_keeps_its_name_state_and_groups(self) -> None:
