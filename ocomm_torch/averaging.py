@@ -226,10 +226,10 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             else 0
         )
 
-    def _hook_parameters(self) -> None:
-        """Adds hooks to parameters that are trained and have none: they were frozen, or were added since."""
+    def _hook_parameters(self) -> list[Tensor]:
+        """Adds hooks to trained parameters without one, which were frozen or are new, and returns these parameters."""
         if not self._is_distributed:
-            return
+            return []
         # Parameters keep their hooks. A hook that kept this object alive would average beside those of its successor.
         reference = weakref.ref(self)
 
@@ -240,12 +240,14 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
                 optimizer._on_gradient(p)
 
         self._name_new()
-        for p in (p for group in self.__dict__["param_groups"] for p in group["params"]):
-            if p.requires_grad and p not in self._hooked:
-                check_averaged(self._names[p], p, self._axis)
-                self._hooked[p] = None
-                self._delay.setdefault(p, self.backward_passes_per_step)
-                weakref.finalize(self, hook_gradient(p, hook).remove)
+        every = (p for group in self.__dict__["param_groups"] for p in group["params"])
+        new = [p for p in every if p.requires_grad and p not in self._hooked]
+        for p in new:
+            check_averaged(self._names[p], p, self._axis)
+            self._hooked[p] = None
+            self._delay.setdefault(p, self.backward_passes_per_step)
+            weakref.finalize(self, hook_gradient(p, hook).remove)
+        return new
 
     # Backward
 
@@ -268,15 +270,15 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._delay[p] -= 1
         if self._delay[p] > 0:
             return
-        if self._axis is not None and _is_partial(p):
-            self._partial.add(p)
-        else:
-            self._ready(p)
+        self._ready(p)
         if not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _ready(self, p: Tensor) -> None:
+        if self._axis is not None and _is_partial(p):
+            self._partial.add(p)
+            return
         group = self._group_of.get(p)
         if group is None:
             self._collect(p)
@@ -295,6 +297,10 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         ranks.
         """
         self.backward_ended = time.perf_counter()
+        for p in self._hook_parameters():  # this pass has called no hook of theirs
+            if p.grad is not None:
+                self._delay[p] = 0
+                self._ready(p)
         if self._partial:
             partial = [p for p in self._hooked if p in self._partial]
             self._add_up(partial)
@@ -689,6 +695,10 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._hook_parameters()
         # That of an optimizer of the user's may have no such parameter.
         super().zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._hook_parameters()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sums gradients over ``passes`` backward passes before they are averaged over the ranks, from now on."""

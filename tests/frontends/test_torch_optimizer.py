@@ -170,7 +170,9 @@ class TestAgainstOneProcess:
 
     @pytest.mark.parametrize("groups", [None, 2], ids=["alone", "grouped"])
     @pytest.mark.parametrize("by_wrapped", [False, True])
-    def test_layers_may_be_frozen_thawed_and_added(self, groups: int | None, by_wrapped: bool) -> None:
+    def test_layers_may_be_frozen_thawed_and_added_and_all_are_clipped(
+        self, groups: int | None, by_wrapped: bool
+    ) -> None:
         def train(model: Any, wrap: Callable[[Any], Any], rank: int, size: int) -> list[Any]:
             first, last = model[0], model[2]
             first.weight.requires_grad_(False)
@@ -185,6 +187,8 @@ class TestAgainstOneProcess:
                     first.bias.requires_grad_(False)
                     first.bias.grad = None
                 loss_of(model, part(x, rank, size), part(y, rank, size)).backward()
+                trained = [p for group in wrapped.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grad_norm_(trained, 0.5, foreach=False)  # looks at them one by one
                 optimizer.step()
                 optimizer.zero_grad()
             return [p.detach().clone() for p in model.parameters()]
