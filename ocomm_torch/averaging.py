@@ -316,7 +316,9 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         on. In a grid the next use of a gradient waits: a stage of a pipeline may wait for what this backward returns.
         """
         self._callback_queued = False
-        if self._grid is None and all(p in self._exchanges for p in self._hooked if p.requires_grad):
+        missing = [p for p in self._hooked if p.requires_grad and p not in self._exchanges]
+        watch(p.grad for p in missing)  # kept from before: ranks where backward has added to it see the average
+        if self._grid is None and not missing:
             self._settle()
             torch.autograd.Variable._execution_engine.queue_callback(self._deliver_in_backward)
 
@@ -494,24 +496,28 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         alone could wait for a rank that waits for another. Raises InvalidRequestError for a sparse gradient, since its
         average is another tensor, and HorovodInternalError if an exchange failed.
         """
-        used = {id(gradient) for gradient in gradients}
-        begun = list(self._exchanges.items())  # at once: the gradients may be another optimizer's, of another thread
-        exchanges = {p: exchange for p, exchange in begun if p.grad is not None and id(p.grad) in used}
-        if not exchanges or self._busy:
+        if self._busy or not self._exchanges:
             return
-        sparse = [self._names[p] for p in exchanges if p.grad is not None and p.grad.is_sparse]
+        used = {id(gradient) for gradient in gradients}
+        # Lists, at once: the gradients may be another optimizer's, of another thread.
+        found = [p for p in list(self._hooked) if p.grad is not None and id(p.grad) in used]
+        is_in_backward = self._callback_queued or torch._C._current_graph_task_id() >= 0
+        if is_in_backward:  # the others are not ready yet
+            found = [p for p in found if self._exchanges.get(p) is not None]
+        if not found:
+            return
+        sparse = [self._names[p] for p in found if p.grad is not None and p.grad.is_sparse]
         if sparse:
             raise InvalidRequestError(
                 f"the sparse gradient of '{sparse[0]}' was used while it was being averaged, and its average will be "
                 "another tensor. Call optimizer.synchronize() before you use it."
             )
-        if not self._callback_queued:
+        if not is_in_backward:
             self._late.expect(self._hooked)
             self._complete()
             self._late.note(self._hooked)
             return
-        for exchange in exchanges.values():  # during backward the others are not ready yet
-            assert exchange is not None
+        for exchange in filter(None, map(self._exchanges.get, found)):
             exchange.settle()
             exchange.deliver()
 

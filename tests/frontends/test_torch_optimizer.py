@@ -395,6 +395,34 @@ class TestUnevenGradients:
         assert_equal_ranks(results)
         torch.testing.assert_close(results[0][2], make_model()[2].weight - 0.5)
 
+    def test_a_kept_gradient_that_backward_has_not_reached_is_changed_as_the_average(self) -> None:
+        def body(session: Session) -> list[float]:
+            p, q = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0))
+            for step in range(2):
+                optimizer.zero_grad(set_to_none=False)
+                (p.sum() + (q.sum() if hvd.rank() == 0 or step == 0 else 0)).backward()
+                q.grad.add_(1.0)
+                optimizer.step()
+            return q.tolist()
+
+        assert run_ranks(2, body) == [[-3.5, -3.5]] * 2
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    def test_a_kept_gradient_that_a_later_backward_reaches_is_averaged_then(self, sparse: bool) -> None:
+        def body(session: Session) -> tuple[list[float], set[type]]:
+            p, table = torch.nn.Parameter(torch.zeros(())), torch.nn.Embedding(1, 1, sparse=sparse)
+            torch.nn.init.zeros_(table.weight)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, table.weight], lr=1.0), op=hvd.Sum)
+            for _ in range(2):
+                optimizer.zero_grad(set_to_none=False)
+                (p * (1.0 + hvd.rank())).backward()
+                (table(torch.tensor([0])).sum() * (1.0 + hvd.rank())).backward()
+                optimizer.step()
+            return [p.item(), table.weight.item()], {type(p.grad), type(table.weight.grad)}
+
+        assert run_ranks(2, body) == [([-6.0, -6.0], {torch.Tensor})] * 2
+
     @pytest.mark.parametrize("as_dense", [False, True])
     def test_sparse_gradients(self, as_dense: bool) -> None:
         def body(session: Session) -> Any:
