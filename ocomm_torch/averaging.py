@@ -44,6 +44,7 @@ from ocomm_torch.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.naming import NamesParameters
+from ocomm_torch.parameters import gradient_dtype
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.tensor_memory import is_dtensor, is_part, is_shared, why_untrainable
 from ocomm_torch.watched import add_watcher, release, watch
@@ -361,7 +362,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         grads = []
         for p in parameters:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
             elif p.grad.is_sparse and (self._sparse_as_dense or len(parameters) > 1):
                 p.grad = p.grad.to_dense()
             grad = p.grad.detach() if p.grad.requires_grad else p.grad

@@ -17,6 +17,7 @@ from ocomm.agreement import MADE_ALIKE, first_difference
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_torch.mpi_ops import broadcast_async_
+from ocomm_torch.parameters import gradient_dtype
 from ocomm_torch.rank_states import HasRankState
 
 
@@ -159,7 +160,7 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Non
 def _make_gradients(optimizer: torch.optim.Optimizer) -> None:
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p, dtype=gradient_dtype(p))
         if is_sparse:
             p.grad = p.grad.to_sparse(1)
 

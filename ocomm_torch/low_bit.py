@@ -35,7 +35,7 @@ from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ddp_modules import refuse_averaged
 from ocomm_torch.late_averages import LateAverages
-from ocomm_torch.parameters import settings_of
+from ocomm_torch.parameters import gradient_dtype, settings_of
 from ocomm_torch.replicas import WAYS, way_of
 from ocomm_torch.watched import watch
 from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure, step_without_hooks
@@ -255,9 +255,9 @@ class Optimizer(CompressedOptimizer):
         average = self._orders[tensor].shaped(flat, parameter.shape)
         grad = parameter.grad
         if isinstance(self._inner, torch.optim.SparseAdam):  # accepts only sparse gradients
-            parameter.grad = average.to_sparse(1)
+            parameter.grad = average.to(gradient_dtype(parameter)).to_sparse(1)
         elif grad is None or grad.is_sparse:
-            parameter.grad = average.to(parameter.dtype, copy=True)
+            parameter.grad = average.to(gradient_dtype(parameter), copy=True)
         else:
             grad.detach().copy_(average)
 

@@ -1,4 +1,4 @@
-"""The parameters and param groups of an optimizer that is to be wrapped: names, checks and settings."""
+"""The parameters and param groups of an optimizer that is to be wrapped: names, types, checks and settings."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def _position(group: int, place: int) -> str:
 
 def dtype_name(parameter: torch.Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the type that a gradient of the parameter must have: its own, unless ``grad_dtype`` says another one."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype  # torch before 2.10 has no grad_dtype
 
 
 def check_parameter(wrapper: str, name: str, parameter: torch.Tensor) -> None:

@@ -554,10 +554,34 @@ def test_low_precision_parameters_have_float32_masters(dtype: torch.dtype) -> No
     assert all_equal(run_ranks(2, body))
 
 
-def test_sparse_gradients_travel_dense_also_for_sparse_adam() -> None:
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch < 2.10 has no Tensor.grad_dtype")
+def test_a_grad_scaler_has_float32_averages_of_float16_parameters_of_which_a_rank_has_no_gradient() -> None:
+    def body(session: Session) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(torch.ones(300, dtype=torch.float16)) for _ in range(2)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), compression=hvd.Compression.int8)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            used = parameters[:1] if step and rank_of(session) else parameters
+            scaler.scale(torch.cat([p * 1e-3 for p in used]).sum()).backward()
+            scaler.unscale_(optimizer)
+            assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in parameters)
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.detach().float() for p in parameters]
+
+    results = run_ranks(2, body)
+    assert all_equal(results)
+    for found, expected in zip(results[0], (1 - 3e-3, 1 - 2e-3), strict=True):
+        torch.testing.assert_close(found, torch.full((300,), expected), rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gradients_travel_dense_also_for_sparse_adam(dtype: torch.dtype) -> None:
     def body(session: Session) -> Any:
         table = torch.nn.Embedding(50, 4, sparse=True)
         alike(table)
+        table.to(dtype)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SparseAdam(list(table.parameters()), lr=0.1), compression=hvd.Compression.int8
         )
@@ -565,7 +589,7 @@ def test_sparse_gradients_travel_dense_also_for_sparse_adam() -> None:
             optimizer.zero_grad()
             table(torch.tensor([rank_of(session), 7 + step])).square().sum().backward()
             optimizer.step()
-        return [table.weight.detach()]
+        return [table.weight.detach().float()]
 
     assert all_equal(run_ranks(2, body))
 

@@ -423,6 +423,22 @@ class TestUnevenGradients:
 
         assert run_ranks(2, body) == [([-6.0, -6.0], {torch.Tensor})] * 2
 
+    @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch < 2.10 has no Tensor.grad_dtype")
+    def test_zeros_have_the_type_that_the_user_gives_gradients(self) -> None:
+        def body(session: Session) -> list[Any]:
+            p, q = (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+            p.grad_dtype = q.grad_dtype = torch.float32
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0))
+            hvd.broadcast_optimizer_state(optimizer, root_rank=1)  # makes gradients that are missing
+            optimizer.zero_grad()
+            torch.cat([p] if hvd.rank() else [p, q]).sum().backward()
+            optimizer.synchronize()
+            return [p.grad, q.grad]
+
+        for found in run_ranks(2, body):
+            for grad, expected in zip(found, (1.0, 0.5), strict=True):
+                assert torch.equal(grad, torch.full((4,), expected))
+
     @pytest.mark.parametrize("as_dense", [False, True])
     def test_sparse_gradients(self, as_dense: bool) -> None:
         def body(session: Session) -> Any:
