@@ -47,7 +47,7 @@ def disagreement(
         texts = {rank: f" (lr {lr:{digits}})" for rank, lr in rates.items()}
         said = "; ".join(f"rank(s) {who}{texts.get(who[0], '')}" for who in by_value.values())
         is_equal = len(known) == 1 and all(who[0] in rates for who in by_value.values())
-        other = " This lr is equal, so betas, eps, weight decay or the lr of a later group differ." if is_equal else ""
+        other = " This lr is equal, so another of these differs, or the lr of a later group." if is_equal else ""
         return MismatchError(
             f"{name}: {settings} in step {step}: {said}.{other} "
             f"Give all ranks the same optimizer settings and the same schedule.{'' if is_equal else rate_advice}"

@@ -241,7 +241,7 @@ def test_what_cannot_be_wrapped_is_named() -> None:
     ("setting", "said"),
     [
         ("lr", r"rank\(s\) \[0\] \(lr 0.1\); rank\(s\) \[1\] \(lr 0.2\)\. Give"),
-        ("weight_decay", r"rank\(s\) \[0\] \(lr 0.1\); rank\(s\) \[1\] \(lr 0.1\)\. This lr is equal, so betas"),
+        ("weight_decay", r"rank\(s\) \[0\] \(lr 0.1\); rank\(s\) \[1\] \(lr 0.1\)\. This lr is equal, so another"),
     ],
 )
 def test_rates_are_in_the_headers_of_gradients(setting: str, said: str) -> None:

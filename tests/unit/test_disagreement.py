@@ -21,7 +21,7 @@ def heard(*said: tuple[int, float]) -> SegmentHeader:
 
 
 GIVE = "Give all ranks the same optimizer settings and the same schedule."
-EQUAL = " This lr is equal, so betas, eps, weight decay or the lr of a later group differ."
+EQUAL = " This lr is equal, so another of these differs, or the lr of a later group."
 
 
 @pytest.mark.parametrize(
