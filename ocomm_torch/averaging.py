@@ -141,6 +141,9 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
         self._comparison = self._make_comparison()
         self._compared: _Exchange | None = None  # the comparison of the current step
+        #: The hyperparameters of the last step, a line for each. The next comparison has these, because the moment when
+        #: it begins, in backward or in ``step()``, is another one on a rank that has no gradient.
+        self._stepped_with: list[str] = []
         self._notices: DenseNotices | None = self._follow()
         #: Checksums of this rank's own gradients in the step under way, by parameter; None once that is over.
         self._own: dict[Tensor, int] | None = {}
@@ -200,7 +203,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             name,
             "torch",
             way_of(self, groups()),
-            lambda: options_of(this(), groups()),
+            lambda: this()._stepped_with,
             lambda count: checksums.of(parameters(), count),
             lambda: checksums.each(parameters(), names()),
             lambda: this()._own_gradients(),
@@ -661,6 +664,8 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
                 )
             elif closure is None or self._exchanges:
                 self.await_averages()
+        if self._comparison is not None:
+            self._stepped_with = options_of(self, self.__dict__["param_groups"])
         self._late.look(self._names.__getitem__)
         if self._notices is not None:
             self._notices.steps += 1
@@ -718,6 +723,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             self._deliver()
         self._forget()
         self.end_step()
+        self._stepped_with = []  # a broadcast may have made them equal, which loads on all ranks but one
         super().load_state_dict(state_dict)
 
 

@@ -95,6 +95,9 @@ class Optimizer(CompressedOptimizer):
         self._agreed: StepOutcome | None = None
         #: Why no rank may step on them.
         self._failure: NonFiniteError | None = None
+        #: The hyperparameters of the last step that was taken, and the learning rates among them. The next exchange
+        #: compares these, because it ends in backward on ranks that have every gradient, and on others in ``step()``.
+        self._stepped_with: tuple[Hashable, list[float]] = (), []
         #: True once ``synchronize`` was called for them, not only backward.
         self._synchronized = False
         self._callback_queued = False
@@ -115,6 +118,7 @@ class Optimizer(CompressedOptimizer):
 
     def _connect(self, session: Session) -> None:
         self._drop_averages()
+        self._stepped_with = (), []
         super()._connect(session)
 
     # For the driver
@@ -124,12 +128,14 @@ class Optimizer(CompressedOptimizer):
         return way_of(self._inner, self.param_groups)
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
-        return Group(self._group_tensors[number], float(group.get("lr", 0.0)))
+        rates = self._stepped_with[1]  # for messages
+        return Group(self._group_tensors[number], rates[number] if rates else _rate_of(group))
 
     def hyper(self) -> Hashable:
-        """Returns the numbers in the param groups, as nested tuples, without those that only choose a kernel."""
-        groups = self.param_groups
-        return settings_of({key: group[key] for key in group if key not in WAYS} for group in groups)
+        """Returns the numbers in the param groups of the last step, as nested tuples, without those that only choose a
+        kernel; () before the first step.
+        """
+        return self._stepped_with[0]
 
     # Backward
 
@@ -304,6 +310,9 @@ class Optimizer(CompressedOptimizer):
         return loss
 
     def _step_inner(self) -> None:
+        groups = self.param_groups
+        settings = settings_of({key: group[key] for key in group if key not in WAYS} for group in groups)
+        self._stepped_with = settings, list(map(_rate_of, groups))
         masters = {index: self._masters.stepped[index] for index in self._masters.indices}
         try:
             with self._masters.standing_in(self._inner):
@@ -352,10 +361,15 @@ class Optimizer(CompressedOptimizer):
         """
         super().load_state_dict(state_dict)
         self._drop_averages()
+        self._stepped_with = (), []
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         self._adopt(plain)
         self._driver.forget()
+
+
+def _rate_of(group: Mapping[str, Any]) -> float:
+    return float(group.get("lr", 0.0))
 
 
 def wrap(

@@ -43,6 +43,7 @@ class LowBitAverages(OneStageCore):
 
     kind = "Optimizer"
     travels_dense = True
+    hyper_text = "lr, betas, eps or weight decay of the step before differ between ranks"
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: LowBitOptions) -> None:
         super().__init__(layout, rank, kernels, options)

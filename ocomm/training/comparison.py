@@ -59,7 +59,8 @@ class StepComparison:
         title: Names the optimizer in messages.
         framework: A key of ``MADE_ALIKE``.
         way: Says in words how this rank's optimizer rounds.
-        options: Returns a line for each hyperparameter.
+        options: Returns a line for each hyperparameter that a comparison compares; none if this rank has nothing to
+            compare in it. They are of one moment of the script on all ranks: gradients may begin to travel at others.
         parameters: ``parameters(look)`` returns the checksum of the parameters that comparison number ``look``
             compares, of all of them for 0; 0 if this rank cannot compute it.
         describe: Returns a line for each parameter.
@@ -106,8 +107,8 @@ class StepComparison:
         row = self._rows[self._rank]
         row["count"] = self._count + 1
         row["own"] = self._gradients() if self._count else digest(self._way)
-        if self._count:
-            row["options"] = digest("\n".join(self._options()))
+        if self._count and (lines := self._options()):
+            row["options"] = digest("\n".join(lines))
         row["parameters"] = self._parameters(max(self._count - 1, 0)) if self._is_alike else 0
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
@@ -150,7 +151,7 @@ class StepComparison:
             is_unequal, self._count = False, 1  # this comparison is made again
         if self._count > 1 and in_step:
             self._look_at_gradients(rows["own"], last)
-        if _differ(rows["options"]):
+        if in_step and _differ(rows["options"]):
             raise MismatchError(self._said(rows, self._options(), "the ranks' hyperparameters differ", "have") + (
                 " Give all ranks the same optimizer settings, and schedule from what is the same everywhere: average a "
                 "loss before ReduceLROnPlateau sees it."

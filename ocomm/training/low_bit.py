@@ -20,7 +20,7 @@ class GradientFrontend(Frontend, Protocol):
     """A framework's side of an optimizer that makes its steps itself, on averages of gradients."""
 
     def hyper(self) -> Hashable:
-        """Returns the numbers in the optimizer's settings, as nested tuples."""
+        """Returns the numbers in the optimizer's settings in the step before, as nested tuples; () for none."""
         ...
 
 

@@ -14,6 +14,7 @@ from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm.training.comparison import GRACE
 from ocomm.types import Settings
+from ocomm_torch.compression import Compression
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.replicas import ParameterChecksums
@@ -99,15 +100,78 @@ def test_ranks_may_be_made_alike_after_their_first_step() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 5])
-def test_another_learning_rate_on_one_rank_is_told_in_that_step(first: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_learning_rate_on_one_rank_is_told_in_the_step_after(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
     def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
         if number == first and rank == 1:  # as ReduceLROnPlateau on this rank's loss
             optimizer.param_groups[0]["lr"] = 5e-4
 
     (number, message), other = told(change)
-    assert (number, message) == other and number == (first or 1), "nothing is compared in the first step"
+    assert (number, message) == other and number == first + 1
     assert "not alike" not in caplog.text, "replicas differ, but not because they were not broadcast"
     assert "hyperparameters differ: rank(s) [0] have lr=0.001 in group 0; rank(s) [1] have lr=0.0005" in message
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("used", [0, 2])
+def test_a_rate_that_all_ranks_set_before_step_is_equal_where_exchanges_begin_at_other_moments(
+    compression: str, used: int
+) -> None:
+    def body(session: Session) -> list[float]:
+        parameters = [torch.nn.Parameter(torch.zeros(300)) for _ in range(3)]
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0), compression=getattr(Compression, compression)
+        )
+        for number in range(4):
+            optimizer.zero_grad()
+            if here := parameters[:used] if session.require_topology().rank else parameters:
+                torch.cat(here).sum().backward()
+            optimizer.param_groups[0]["lr"] = 0.5**number
+            optimizer.step()
+        return [p[0].item() for p in parameters]
+
+    moved = [-1.875 if place < used else -0.9375 for place in range(3)]
+    for found in run_ranks(2, body, SETTINGS):
+        assert found == pytest.approx(moved, rel=0.01)
+
+
+def test_a_rate_of_one_step_is_told_where_ranks_have_it_alike_again() -> None:
+    def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = 5e-4 if number == 5 and rank else 1e-3
+
+    (number, message), other = told(change)
+    assert (number, message) == other and number == 6
+    assert "rank(s) [0] have lr=0.001 in group 0; rank(s) [1] have lr=0.0005 in group 0" in message
+
+
+def test_rates_that_a_broadcast_has_made_equal_are_not_told() -> None:
+    def change(number: int, rank: int, model: Any, optimizer: Any) -> None:
+        if number == 5 and rank:
+            optimizer.param_groups[0]["lr"] = 2e-3
+        if number == 6:
+            broadcast_parameters(model.state_dict(), root_rank=0)
+            broadcast_optimizer_state(optimizer, root_rank=0)
+
+    assert told(change) == [(-1, "")] * 2
+
+
+def test_ranks_that_come_back_with_a_rate_that_others_have_left_are_not_told() -> None:
+    def body(session: Session) -> float:
+        rank = session.require_topology().rank
+        model = make_model()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+        for epoch in range(2):
+            for number in range(3 + 2 * rank):
+                optimizer.param_groups[0]["lr"] = 0.01 / (1 + number + epoch)
+                step(model, optimizer, number, rank)
+            broadcast_parameters(model.state_dict(), root_rank=join())
+        for number in range(4):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+            step(model, optimizer, number, rank)
+        return model[0].weight.sum().item()
+
+    assert len(set(run_ranks(3, body, SETTINGS))) == 1
 
 
 def test_equal_values_of_other_types_are_equal() -> None:

@@ -643,13 +643,23 @@ def test_another_compression_on_one_rank_is_named(other: str) -> None:
         assert "DistributedOptimizer" in message and "compression" in message
 
 
-def test_other_rates_on_one_rank_are_named() -> None:
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [("lr", r"\[0\] \(lr 0\.1\); rank\(s\) \[1\] \(lr 0\.05\)"), ("momentum", "so another of these differs")],
+)
+def test_other_settings_on_one_rank_are_told_in_the_step_after_that(setting: str, told: str) -> None:
     def body(session: Session) -> None:
         model = Net()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 - 0.1 * rank_of(session))
+        settings = {"lr": 0.1, "momentum": 0.9}
+        settings[setting] -= 0.05 * rank_of(session)
+        inner = torch.optim.SGD(model.parameters(), **settings)
         optimizer = hvd.DistributedOptimizer(inner, compression=hvd.Compression.int8)
         loss_of(model, rank_of(session)).backward()
-        with pytest.raises(MismatchError, match="differ between ranks"):
+        optimizer.step()
+        optimizer.zero_grad()
+        inner.param_groups[0].update(lr=0.01, momentum=0.0)  # what differed in a step is told after it
+        loss_of(model, rank_of(session)).backward()
+        with pytest.raises(MismatchError, match=rf"of the step before differ between ranks in step 2: .*{told}"):
             optimizer.step()
 
     run_ranks(2, body)
