@@ -33,7 +33,7 @@ from ocomm_tf import mpi_ops
 from ocomm_tf.averaging import scaled
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
-from ocomm_tf.keras.driven import Driven, State, check_unused
+from ocomm_tf.keras.driven import Driven, State, check_unused, refuse_replicas
 from ocomm_tf.keras.frontend import KerasFrontend
 from ocomm_tf.keras.gpu import GpuFrontend, device_of
 from ocomm_tf.keras.masters import LOW_PRECISION
@@ -465,7 +465,7 @@ class _AgreedLossScale(Distributed):
 
 
 def wrap(
-    mixin: type,
+    mixin: type[Compressed],
     optimizer: Any,
     variables: Any,
     names: Mapping[str, Any] | None,
@@ -481,6 +481,7 @@ def wrap(
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
+    refuse_replicas(inner, f"Distributed{mixin.ocomm_core.kind}")
     check_unused(inner, inner.built or (scaled is not None and scaled.built))
     if getattr(inner, "amsgrad", False):
         raise InvalidRequestError("amsgrad=True is not supported; leave it out.")

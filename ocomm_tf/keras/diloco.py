@@ -41,6 +41,7 @@ from ocomm_tf.keras.driven import (
     check_unused,
     refuse_averages,
     refuse_loss_scaling,
+    refuse_replicas,
 )
 from ocomm_tf.keras_optimizer import check_wrappable, not_compiled, refuse_loss_scaling_outside, subclass_of
 from ocomm_tf.order import WireVariable, wire_variables
@@ -420,6 +421,7 @@ def DistributedDiLoCo(
     """
     chosen = DiLoCoOptions.of(locals()), Common.of(locals())
     check_wrappable(optimizer)
+    refuse_replicas(optimizer, "DistributedDiLoCo")
     refuse_loss_scaling(
         optimizer,
         "DistributedDiLoCo does not count the steps that a LossScaleOptimizer skips, so ranks would sync at different "

@@ -143,6 +143,17 @@ def refuse_averages(optimizer: Any, wrapper: str, instead: str) -> None:
         )
 
 
+def refuse_replicas(optimizer: Any, wrapper: str) -> None:
+    """Raises InvalidRequestError for an optimizer of a ``tf.distribute`` strategy that trains on several devices."""
+    strategy = getattr(optimizer, "_distribution_strategy", None)  # none on Keras' Torch backend
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        raise InvalidRequestError(
+            f"this {type(optimizer).__name__} was made inside a {type(strategy).__name__} of "
+            f"{strategy.num_replicas_in_sync} devices, each of which would make steps of {wrapper} by itself. Leave "
+            "the strategy out, and start one rank per device (ocommrun -np DEVICES); or use DistributedOptimizer."
+        )
+
+
 def check_unused(optimizer: Any, is_used: bool) -> None:
     """Raises InvalidRequestError if ``optimizer`` has variables already (``is_used``)."""
     if is_used:

@@ -54,6 +54,27 @@ def test_an_optimizer_that_is_distributed_is_not_wrapped_again(wrapper: Any) -> 
     run_ranks(2, body)
 
 
+class TwoReplicas(tf.distribute.OneDeviceStrategy):  # type: ignore[misc, name-defined]
+    """Stands for a MirroredStrategy of two devices; TensorFlow must know of them before its first operation."""
+
+    num_replicas_in_sync = 2
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, hvd.DistributedLion, hvd.DistributedDiLoCo])
+def test_a_strategy_of_several_devices_is_refused_and_one_of_one_device_is_not(wrapper: Any) -> None:
+    def body(session: Session) -> None:
+        adam = keras.optimizers.Lion if wrapper is hvd.DistributedLion else keras.optimizers.Adam
+        with (
+            TwoReplicas("/cpu:0").scope(),
+            pytest.raises(InvalidRequestError, match=r"made inside a TwoReplicas of 2 devices.*Leave the strategy out"),
+        ):
+            wrapper(adam())
+        with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+            wrapper(adam())
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("wrapper", [hvd.DistributedZeroOneAdam, hvd.DistributedDiLoCo])
 def test_averages_of_variables_that_differ_between_ranks_are_refused(wrapper: Any) -> None:
     def body(session: Session) -> None:
