@@ -80,6 +80,12 @@ ADAM = (
     "clipping, gradient accumulation and averages of variables."
 )
 
+#: What to do where the state of a run was to be replaced after its first step.
+_INSTEAD = (
+    "Restore into a new optimizer, before its first step, on all ranks; or call model.load_weights(file) with a saved "
+    "model."
+)
+
 
 def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
     """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a docstring."""
@@ -254,10 +260,21 @@ class Compressed(Driven):
 
     # The state as variables of plain Keras, so that a saved model loads without ocomm
 
+    #: The optimizer's ``iterations`` before ``tf.train.Checkpoint`` restored it after the last step; else 0.
+    _before_restore = 0
+
     def ocomm_follow(self: Any, iterations: int) -> None:
         """Called at every step with the optimizer's ``iterations`` before it: goes on from what was written to the
-        optimizer's variables since the last one.
+        optimizer's variables since the last one. Raises InvalidRequestError if that cannot be.
         """
+        driver = self._frontend.driver
+        if iterations < self._before_restore and not driver.is_at_start:
+            raise InvalidRequestError(
+                f"{driver.name}: restore() of tf.train.Checkpoint went back from iteration {self._before_restore} to "
+                f"{iterations}, and the momentum and errors of the 1-bit optimizer, which are not in the checkpoint, "
+                f"did not. {_INSTEAD}"
+            )
+        self.__dict__["_before_restore"] = 0
 
     def _adopt_moments(self: Any, iterations: int) -> None:
         """Continues from the moments in the wrapped optimizer's variables, if it has made ``iterations``."""
@@ -279,6 +296,10 @@ class Compressed(Driven):
         if self._frontend is not None:
             self._export_moments()
 
+    def _prepare_restore(self: Any) -> None:
+        """Called before ``tf.train.Checkpoint`` writes to the wrapped optimizer's variables."""
+        self.__dict__["_before_restore"] = max(self._before_restore, int(self.iterations.numpy()))
+
     @property
     def variables(self: Any) -> list[Any]:
         """The wrapped optimizer's variables; m and v are those from which a plain Adam would continue."""
@@ -289,8 +310,11 @@ class Compressed(Driven):
 
     def _trackable_children(self: Any, save_type: str | None = None, **kwargs: Any) -> Any:
         # tf.train.Checkpoint calls it before it saves, and without a type before it restores.
-        if save_type == "checkpoint" and tf.executing_eagerly():
-            self._prepare_save()
+        if tf.executing_eagerly() and self._frontend is not None:
+            if save_type is None:
+                self._prepare_restore()
+            elif save_type == "checkpoint":
+                self._prepare_save()
         return super()._trackable_children(save_type or "checkpoint", **kwargs)  # type: ignore[misc]
 
     def save_own_variables(self: Any, store: Any) -> None:
@@ -303,6 +327,11 @@ class Compressed(Driven):
 
         All ranks load the same, or one rank does before a fit with ``BroadcastGlobalVariablesCallback``.
         """
+        if self._frontend is not None:
+            try:
+                self._export_moments()
+            except InvalidRequestError:  # others have written to the variables, which are replaced now
+                self._frontend.forget()
         super().load_own_variables(store)  # type: ignore[misc]
         if self._frontend is not None:
             self._frontend.forget()
@@ -314,21 +343,24 @@ class CompressedAdam(Compressed):
 
     #: Whether training continues from the moments of a saved model without dense steps.
     ocomm_warm_start = False
-    #: Checksum of m and v in the wrapped optimizer's variables, as they were when ocomm last wrote or read them, with
-    #: its ``iterations`` and the driver's steps then.
+    #: Checksum of m and v in the wrapped optimizer's variables as ocomm last wrote or read them, and its ``iterations``
+    #: and the driver's steps then.
     _noted = 0, 0, 0
-    #: ``iterations`` and the driver's steps before the last step.
-    _before_last = 0, 0
 
     @property
     def ocomm_moments(self: Any) -> tuple[tuple[float, float], float]:  # type: ignore[override]
         return (float(self.beta_1), float(self.beta_2)), float(self.epsilon)
 
+    @property
+    def _is_partial(self) -> bool:
+        """True if ``_export_moments`` cannot write, because each rank has its part of m and v."""
+        return False
+
     def ocomm_follow(self: Any, iterations: int) -> None:
-        driver, last = self._frontend.driver, self._before_last
-        self.__dict__["_before_last"] = iterations, driver.steps
-        usual = [1] if driver.steps > last[1] else [0, 1]  # a graph whose step has failed may have counted it
-        if driver.is_at_start or iterations - last[0] not in usual:  # reading m and v takes time
+        _, noted_at, noted_steps = self._noted
+        made = self._frontend.driver.steps - noted_steps
+        # Whoever asks for the variables gets m and v of that moment; if a step was made since then, nobody has asked.
+        if not made or iterations != noted_at + made:  # reading m and v takes time
             self._follow_moments(iterations)
 
     def _follow_moments(self: Any, iterations: int) -> None:
@@ -337,16 +369,17 @@ class CompressedAdam(Compressed):
         """
         driver = self._frontend.driver
         known, noted_at, noted_steps = self._noted
-        # A checkpoint of this run brings back what is still in the variables.
-        is_back = not driver.is_at_start and 0 < iterations == noted_at and driver.steps != noted_steps
+        made = driver.steps - noted_steps
+        # Whoever goes back to a step whose m and v are still in the variables does not change the checksum. But a
+        # schedule may set ``iterations`` to 0.
+        is_back = 0 < iterations == noted_at if made else self._is_partial and iterations < noted_at
         if not is_back and self._sum_of_moments() == known:
+            self.__dict__["_noted"] = known, iterations - made, noted_steps  # a graph has counted a step that failed
             return
         if not driver.is_at_start:
             raise InvalidRequestError(
                 f"{driver.name}: after step {driver.steps} something has written to Adam's m and v, as restore() of "
-                "tf.train.Checkpoint and set_state_tree() do, and the 1-bit optimizer keeps them elsewhere. Restore "
-                "into a new optimizer, before its first step, on all ranks; or call model.load_weights(file) with a "
-                "saved model."
+                f"tf.train.Checkpoint and set_state_tree() do, and the 1-bit optimizer keeps them elsewhere. {_INSTEAD}"
             )
         self._frontend.forget()
         self._go_on_from_variables(iterations)
@@ -359,6 +392,9 @@ class CompressedAdam(Compressed):
 
     def _note_moments(self: Any, iterations: int) -> None:
         self.__dict__["_noted"] = self._sum_of_moments(), iterations, self._frontend.driver.steps
+
+    def _prepare_restore(self: Any) -> None:
+        self._export_moments()
 
     def _export_moments(self: Any) -> None:
         frontend: KerasFrontend = self._frontend

@@ -41,13 +41,17 @@ class _OneBitAdam(CompressedAdam):
         self.__dict__["_gathered_at"] = None
         super()._restore_moments(saved, iterations)
 
-    def _prepare_save(self: Any) -> None:
+    @property
+    def _is_partial(self: Any) -> bool:
         driver = self._driver()
-        if driver is not None and driver.has_shards and self._gathered_at != driver.steps:
+        return driver is not None and driver.has_shards and self._gathered_at != driver.steps
+
+    def _prepare_save(self: Any) -> None:
+        if self._is_partial:
             raise InvalidRequestError(
-                f"{driver.name}: with shard_state each rank has its part of m and v until the warm-up is over, so this "
-                "one cannot save the optimizer alone. Call optimizer.gather_moments() on all ranks after the last step "
-                "and before the save, or save the model without its optimizer (include_optimizer=False)."
+                f"{self._driver().name}: with shard_state each rank has its part of m and v until the warm-up is over, "
+                "so this one cannot save the optimizer alone. Call optimizer.gather_moments() on all ranks after the "
+                "last step and before the save, or save the model without its optimizer (include_optimizer=False)."
             )
         super()._prepare_save()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +194,22 @@ def test_a_model_is_saved_when_its_moments_are_gathered_and_goes_on_with_the_sam
         again.optimizer.load_own_variables(store)
         assert again.train(4, STEPS) == run.train(4, STEPS)
         run.optimizer.save_own_variables(store)  # the warm-up is over
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_going_back_to_moments_that_are_still_in_the_variables_is_refused(stop: int, tmp_path: Path) -> None:
+    def body(session: Session) -> None:
+        run = Run(initial(), shard_state=True)
+        run.train(1, stop)
+        run.optimizer.gather_moments()
+        checkpoint = tf.train.Checkpoint(optimizer=run.optimizer, variables=run.variables)
+        saved = checkpoint.save(str(tmp_path / str(hvd.rank())))
+        run.train(stop + 1, 4)
+        checkpoint.restore(saved)
+        with pytest.raises(InvalidRequestError, match="after step 4 something has written to Adam's m and v"):
+            run.train(stop + 1, stop + 1)
 
     run_ranks(2, body)
 

@@ -358,6 +358,69 @@ class TestMomentsOfTheVariables:
 
         run_ranks(2, body)
 
+    @pytest.mark.parametrize("make", [*ADAMS, lambda: hvd.DistributedEFSGD(keras.optimizers.SGD(0.01, momentum=0.9))])
+    def test_going_back_to_before_the_first_step_is_refused_and_a_load_is_not(self, make: Any, tmp_path: Path) -> None:
+        def body(session: Session) -> None:
+            path = tmp_path / str(hvd.rank())
+            path.mkdir()
+            trained = self.built(make())
+            checkpoint = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer)
+            saved = checkpoint.save(str(path / "checkpoint"))
+            trained.save_weights(path / "saved.weights.h5")
+            fit(trained)
+            first = values_of(trained.weights)
+            checkpoint.restore(saved)
+            trained.load_weights(path / "saved.weights.h5")
+            fit(trained)
+            assert all(np.array_equal(a, b) for a, b in zip(first, values_of(trained.weights), strict=True))
+            checkpoint.restore(saved)
+            refused = "after step 4 something has written to Adam's m|went back from iteration 4 to 0.*did not. Restore"
+            with pytest.raises(tf.errors.InvalidArgumentError, match=refused):
+                fit(trained)
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("make", ADAMS)
+    def test_moments_of_another_run_at_the_same_step_are_refused(self, make: Any) -> None:
+        def body(session: Session) -> None:
+            mine, other = (self.built(make(), seed) for seed in (1, 5))
+            for each in (mine, other):
+                fit(each)
+            for variable, value in zip(mine.optimizer.variables, other.optimizer.variables, strict=True):
+                variable.assign(value)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="after step 4 something has written to Adam's m"):
+                fit(mine)
+
+        run_ranks(2, body)
+
+    def test_variables_that_were_kept_go_back_with_an_error(self) -> None:
+        def body(session: Session) -> None:
+            trained = self.built(compressed())
+            fit(trained)
+            kept = [(variable, variable.numpy()) for variable in trained.optimizer.variables]
+            fit(trained)
+            for variable, value in kept:
+                variable.assign(value)
+            with pytest.raises(tf.errors.InvalidArgumentError, match="after step 8 something has written to Adam's m"):
+                fit(trained)
+
+        run_ranks(2, body)
+
+    @pytest.mark.parametrize("make", ADAMS)
+    def test_who_reads_or_broadcasts_the_variables_or_sets_iterations_changes_nothing(
+        self, make: Any, tmp_path: Path
+    ) -> None:
+        def body(session: Session) -> None:
+            trained, touched = (self.built(make()) for _ in range(2))
+            for _ in range(3):
+                fit(trained)
+                fit(touched, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+                touched.save_weights(tmp_path / f"{hvd.rank()}.weights.h5")
+                touched.optimizer.iterations.assign(0)
+            assert all(np.array_equal(a, b) for a, b in zip(trained.get_weights(), touched.get_weights(), strict=True))
+
+        run_ranks(2, body)
+
 
 class Pair(keras.Model):
     """Two halves, each with an optimizer of its own; the one that Keras knows of is not used."""
