@@ -17,7 +17,10 @@ _log = logging.getLogger("ocomm")
 #: Advice for making replicas equal, by framework.
 MADE_ALIKE = {
     "torch": "call broadcast_parameters and broadcast_optimizer_state",
-    "keras": "build the model, and fit with BroadcastGlobalVariablesCallback(0), or call broadcast_variables",
+    "keras": (
+        "build the model and its optimizer, and fit with BroadcastGlobalVariablesCallback(0), or call "
+        "broadcast_variables"
+    ),
 }
 #: Number of steps after which equal gradients on all ranks are no chance.
 LOOKED_AT = 2

@@ -28,7 +28,7 @@ from ocomm_tf.keras_optimizer import (
     accumulators,
     optimizers_inside,
 )
-from ocomm_tf.keras_version import IS_KERAS_2, all_variables, in_keras_2, is_of_keras_2, run_in_session
+from ocomm_tf.keras_version import IS_KERAS_2, all_variables, build_optimizer, in_keras_2, is_of_keras_2, run_in_session
 
 _log = logging.getLogger("ocomm")
 #: Number of batches whose gradients a ``train_step`` of the model's own may add up before it averages them.
@@ -110,7 +110,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
     exist; gradients that an optimizer accumulates over several passes stay each rank's own. The optimizers are those
     that the model has as attributes. A callback that loads a state, such as BackupAndRestore, must come before this
     one. A model that is built by its first batch has no variables before it: with a 1-bit optimizer call ``build`` or
-    the model before ``fit``.
+    the model before ``fit``. The optimizer of a built model is built, too; but not where the model has a ``train_step``
+    of its own: if only some ranks restore it, call its ``build`` on all ranks before.
 
     Args:
         root_rank: A rank of the whole job.
@@ -143,11 +144,20 @@ class BroadcastGlobalVariablesCallback(_Callback):
             return
         if self._names is None:
             self._broadcast(self.model.weights if self.model.built else [])  # Keras 2 raises an error
+            self._build_optimizer()
             for optimizer in self.distributed:
                 optimizer.ocomm_begin_alike(self.root_rank)
         else:
             broadcast_variables(self.model.trainable_variables, self.root_rank, self.process_set, names=self._names)
         self._before = mpi_ops.exchanged()
+
+    def _build_optimizer(self) -> None:
+        """Builds the model's optimizer as its first batch would, so that what a rank has restored is in its
+        variables.
+        """
+        model = self.model
+        if not IS_KERAS_2 and not self.averages_itself and model.built and isinstance(model.optimizer, Distributed):
+            build_optimizer(model.optimizer, model.trainable_variables)
 
     @property
     def _names(self) -> Mapping[str, Any] | None:

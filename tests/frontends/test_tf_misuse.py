@@ -284,7 +284,7 @@ def test_a_model_that_its_first_batch_builds_is_to_be_built_for_a_broadcast() ->
             model.fit(x, x, batch_size=2, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(1)])
             return model
 
-        with pytest.raises(tf.errors.FailedPreconditionError, match="or build the model, and fit with Broadcast"):
+        with pytest.raises(tf.errors.FailedPreconditionError, match="or build the model and its optimizer, and fit"):
             fitted(BuiltLate())
         model = BuiltLate()
         model.build((None, 1))

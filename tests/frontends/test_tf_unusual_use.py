@@ -293,6 +293,29 @@ class TestMomentsOfTheVariables:
             for a, b, c in zip(loaded, restored, by_one, strict=True):
                 assert np.array_equal(a, b) and np.array_equal(a, c)
 
+    @pytest.mark.parametrize("scaled", [False, True], ids=["", "LossScaleOptimizer"])
+    def test_one_rank_may_restore_before_its_optimizer_is_built(self, scaled: bool, tmp_path: Path) -> None:
+        def body(session: Session) -> Any:
+            def compiled(seed: int) -> Any:
+                made, adam = model(seed), keras.optimizers.Adam(0.01)
+                inner = keras.optimizers.LossScaleOptimizer(adam, 8.0) if scaled else adam
+                made.compile(hvd.DistributedOneBitAdam(inner, freeze_step=6), loss="mse")
+                return made
+
+            trained, again = compiled(1), compiled(5 + hvd.rank())
+            fit(trained)
+            saved = tf.train.Checkpoint(model=trained, optimizer=trained.optimizer).save(
+                str(tmp_path / str(hvd.rank()))
+            )
+            fit(trained)
+            if hvd.rank() == 0:
+                tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(saved)
+            fit(again, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+            return [values_of(each.weights + each.optimizer.variables) for each in (trained, again)]
+
+        for expected, found in run_ranks(2, body):
+            assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
     def test_assigned_variables_go_on_as_loaded_ones_also_with_accumulated_gradients(self) -> None:
         def body(session: Session) -> Any:
             trained, again = (self.built(compressed(gradient_accumulation_steps=2), seed) for seed in (1, 5))
