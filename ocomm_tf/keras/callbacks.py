@@ -109,9 +109,10 @@ class BroadcastGlobalVariablesCallback(_Callback):
     is their state if only some ranks have loaded one. All variables are broadcast after the first step, when they
     exist; gradients that an optimizer accumulates over several passes stay each rank's own. The optimizers are those
     that the model has as attributes. A callback that loads a state, such as BackupAndRestore, must come before this
-    one. A model that is built by its first batch has no variables before it: with a 1-bit optimizer call ``build`` or
-    the model before ``fit``. The optimizer of a built model is built, too; but not where the model has a ``train_step``
-    of its own: if only some ranks restore it, call its ``build`` on all ranks before.
+    one, on all ranks, each with a folder of its own: the epoch at which ``fit`` goes on is not broadcast. A model that
+    is built by its first batch has no variables before it: with a 1-bit optimizer call ``build`` or the model before
+    ``fit``. The optimizer of a built model is built, too; but not where the model has a ``train_step`` of its own: if
+    only some ranks restore it, call its ``build`` on all ranks before.
 
     Args:
         root_rank: A rank of the whole job.
