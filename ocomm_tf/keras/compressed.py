@@ -214,14 +214,14 @@ class Compressed(Driven):
     # The complete state, for elastic jobs
 
     def ocomm_state(self: Any) -> State:
-        """Returns the state that is equal on all ranks: the optimizer's variables, ocomm's own state, and masters by
-        tensor.
+        """Returns the state that is equal on all ranks: the optimizer's variables, ocomm's own state, masters by
+        tensor, and the tensors' step counts.
         """
         frontend: KerasFrontend = self._frontend
         self._export_moments()
         frontend.read(self._trainable_variables)
         variables = super().variables  # type: ignore[misc]
-        return [v.numpy() for v in variables], frontend.driver.state(), frontend.masters()
+        return [v.numpy() for v in variables], frontend.driver.state(), frontend.masters(), frontend.step_counts()
 
     def ocomm_load_state(self: Any, state: State) -> None:
         """Loads the result of ``ocomm_state``, after the model's variables have been loaded. Collective after
@@ -232,10 +232,9 @@ class Compressed(Driven):
         frontend: KerasFrontend = self._frontend
         self.ocomm_reconnect(keep=False)
         frontend.read(self._trainable_variables, state[2])
-        iterations = int(self.iterations.numpy())
-        self._restore_moments(state[1], iterations)
+        self._restore_moments(state[1], state[3])
         frontend.driver.load_state(state[1])
-        self._note_moments(iterations)
+        self._note_moments(int(self.iterations.numpy()))
         frontend.write(self._trainable_variables)  # between syncs they are set to those of the last sync
 
     def ocomm_rank_state(self: Any) -> dict[str, Any]:
@@ -253,9 +252,9 @@ class Compressed(Driven):
         frontend.write(self._trainable_variables)
         return done
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
-        """Takes Adam's m and v, of ``iterations`` steps, from the optimizer's variables, before a ``saved`` state
-        without any is loaded.
+    def _restore_moments(self: Any, saved: Mapping[str, Any], counts: Sequence[int]) -> None:
+        """Takes Adam's m and v from the optimizer's variables, each tensor's after as many steps as ``counts`` has,
+        before a ``saved`` state without any is loaded.
         """
 
     # The state as variables of plain Keras, so that a saved model loads without ocomm
@@ -415,22 +414,21 @@ class CompressedAdam(Compressed):
             self._velocities[entry.index].assign(entry.from_wire(to_host(variance)))
         self._note_moments(iterations)
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
+    def _restore_moments(self: Any, saved: Mapping[str, Any], counts: Sequence[int]) -> None:
         frontend: KerasFrontend = self._frontend
         in_parts = saved.get("core", {}).get("sharded", {})
-        if iterations:
-            for number, entry in enumerate(frontend.entries):
-                if entry.spec.name in in_parts:
-                    frontend.release(number)
-                else:
-                    momentum, variance = self._saved(entry)
-                    frontend.adopt(number, momentum, variance, iterations)
+        for number, (entry, count) in enumerate(zip(frontend.entries, counts, strict=True)):
+            if not count or entry.spec.name in in_parts:
+                frontend.release(number)
+            else:
+                momentum, variance = self._saved(entry)
+                frontend.adopt(number, momentum, variance, count)
 
     def _adopt_moments(self: Any, iterations: int) -> None:
         if not iterations:
             return
-        self._restore_moments({}, iterations)
         frontend: KerasFrontend = self._frontend
+        self._restore_moments({}, [iterations] * len(frontend.entries))
         driver: Any = frontend.driver
         if not self.ocomm_warm_start:
             driver.continue_plain()

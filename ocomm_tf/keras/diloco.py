@@ -348,7 +348,7 @@ class _DiLoCo(Driven):
         """Returns the wrapped optimizer's variables on this rank, and anchors and outer momentum, those of all
         ranks.
         """
-        return [v.numpy() for v in self.variables], self._frontend.driver.state(), {}
+        return [v.numpy() for v in self.variables], self._frontend.driver.state(), {}, []
 
     def ocomm_load_state(self: Any, state: State) -> None:
         """Loads the result of ``ocomm_state``; the variables become the anchors. Collective after ``init``."""

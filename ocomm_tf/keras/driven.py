@@ -21,8 +21,9 @@ from ocomm_tf.naming import name_of
 
 #: The dtypes of variables that are trained.
 FLOATS = ("float32", *LOW_PRECISION)
-#: The optimizer's variables, ocomm's own state, and masters by tensor.
-State = tuple[list[np.ndarray], dict[str, Any], dict[int, Floats]]
+#: The optimizer's variables, ocomm's own state, masters by tensor, and the tensors' step counts, which need not be
+#: ``iterations``.
+State = tuple[list[np.ndarray], dict[str, Any], dict[int, Floats], list[int]]
 
 
 class HasDriver(Protocol):

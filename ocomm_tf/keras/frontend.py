@@ -225,6 +225,15 @@ class KerasFrontend(ReadyGradients):
         """Returns m, v and step count of a tensor in warm-up."""
         return None if self._warming is None else self._warming.moments(tensor)
 
+    def step_counts(self) -> list[int]:
+        """Returns the number of steps of each tensor, in warm-up or after it; 0 for one whose m and v have parts."""
+        counts: list[int] = self.driver.core.steps.tolist()
+        for tensor in range(len(counts)):
+            warming = self.moments(tensor)
+            if warming is not None:
+                counts[tensor] = warming[2]
+        return counts
+
     def adopt(self, tensor: int, momentum: Floats, variance: Floats, step: int) -> None:
         """Sets the moments of a tensor."""
         self._moments.adopt(tensor, momentum, variance, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ocomm.api import Average
@@ -37,9 +37,9 @@ class _OneBitAdam(CompressedAdam):
     def _driver(self: Any) -> OneBitAdamDriver | None:
         return None if self._frontend is None else self._frontend.driver
 
-    def _restore_moments(self: Any, saved: Mapping[str, Any], iterations: int) -> None:
+    def _restore_moments(self: Any, saved: Mapping[str, Any], counts: Sequence[int]) -> None:
         self.__dict__["_gathered_at"] = None
-        super()._restore_moments(saved, iterations)
+        super()._restore_moments(saved, counts)
 
     @property
     def _is_partial(self: Any) -> bool:

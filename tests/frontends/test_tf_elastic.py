@@ -21,6 +21,7 @@ import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.elastic import plain  # noqa: E402
 from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
+from ocomm.training.resume import one_state  # noqa: E402
 from tests.cluster.jobs import run_job  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
@@ -232,6 +233,72 @@ def test_gradients_that_keras_has_accumulated_stay_each_rank_s_own_when_a_state_
 
     first, second = run_ranks(2, body)
     assert first != second
+
+
+ADAMS = {
+    "1-bit Adam": lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.01), freeze_step=6),
+    "shards": lambda: hvd.DistributedOneBitAdam(keras.optimizers.Adam(0.01), freeze_step=6, shard_state=True),
+    "1-bit LAMB": lambda: hvd.DistributedOneBitLamb(keras.optimizers.Adam(0.01), freeze_step=6),
+    "0/1 Adam": lambda: hvd.DistributedZeroOneAdam(keras.optimizers.Adam(0.01)),
+}
+
+
+@pytest.mark.parametrize("makes_new", [False, True], ids=["same optimizer", "new optimizer"])
+@pytest.mark.parametrize("kind", ADAMS)
+def test_a_restore_changes_no_bit_where_variables_have_taken_fewer_steps_than_iterations(
+    kind: str, makes_new: bool
+) -> None:
+    def body(session: Session, restores: bool) -> Any:
+        variables = [keras.Variable(np.ones(8, np.float32), name=f"v{n}") for n in range(3)]
+        optimizer = ADAMS[kind]()
+        optimizer.build(variables)
+        apply = tf.function(lambda gradients, chosen: optimizer.apply(gradients, [variables[n] for n in chosen]))
+
+        def step(number: int, *chosen: int, scale: float = 1.0) -> None:
+            random = np.random.default_rng([number, hvd.rank()])
+            apply([tf.constant(scale * random.normal(size=8), tf.float32) for _ in chosen], chosen)
+
+        step(0, 0, 1)
+        with pytest.raises(tf.errors.OpError, match="is NaN or Inf"):  # the graph has counted this step
+            step(1, 0, 1, scale=np.nan if hvd.rank() else 1.0)
+        step(2, 0)
+        if restores:
+            state = optimizer.ocomm_state(), optimizer.ocomm_rank_state()
+            if makes_new:
+                optimizer = ADAMS[kind]()
+                optimizer.build(variables)
+                apply = tf.function(
+                    lambda gradients, chosen: optimizer.apply(gradients, [variables[n] for n in chosen])
+                )
+            optimizer.ocomm_load_state(state[0])
+            optimizer.ocomm_load_rank_state(one_state(state[1]))
+        for number in range(3, 9):
+            step(number, 0, 1, 2)
+        return bits([v.numpy() for v in variables])
+
+    for kept, restored in run_ranks(2, lambda session: [body(session, restores) for restores in (False, True)]):
+        assert kept == restored
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+def test_a_restore_to_before_the_first_step_begins_anew(kind: str) -> None:
+    def body(session: Session) -> None:
+        variables = [keras.Variable(np.ones(8, np.float32), name="v")]
+        optimizer = ADAMS[kind]()
+        optimizer.build(variables)
+        saved = optimizer.ocomm_state(), optimizer.ocomm_rank_state()
+        ends = []
+        for _ in range(2):
+            for step in range(3):
+                random = np.random.default_rng([step, hvd.rank()])
+                optimizer.apply([tf.constant(random.normal(size=8), tf.float32)])
+            ends.append(bits([v.numpy() for v in variables]))
+            variables[0].assign(np.ones(8, np.float32))
+            optimizer.ocomm_load_state(saved[0])
+            optimizer.ocomm_load_rank_state(one_state(saved[1]))
+        assert ends[0] == ends[1]
+
+    run_ranks(2, body)
 
 
 def test_each_rank_keeps_the_seeds_of_its_dropout_also_on_disk(tmp_path: Path) -> None:
