@@ -23,6 +23,7 @@ from ocomm.training import report
 from ocomm.training.resume import Source
 from ocomm_tf.averaging import ARGUMENTS, Averaging, groups_of, scaled, variables_of
 from ocomm_tf.compression import Compression, Compressor
+from ocomm_tf.errors import public
 from ocomm_tf.keras_version import is_of_keras_2
 from ocomm_tf.low_bit import CodedGradients
 from ocomm_tf.naming import name_of
@@ -87,6 +88,26 @@ class _AveragesGradients(Distributed):
         """Keeps the gradient of ``var`` on this rank: it is not averaged."""
         self._averaging.keep_local(var)
 
+    @public
+    def _averaged(self: Any, grads: list[Any], variables: Sequence[Any], *options: Any) -> list[Any]:
+        """Returns the averages of gradients. Collective. ``options`` are further arguments of ``Averaging``.
+
+        Raises InvalidRequestError where the wrapped optimizer would clip averages by a norm that is this rank's own.
+        """
+        optimizer = getattr(self, "inner_optimizer", self)
+        given = [variable for gradient, variable in zip(grads, variables, strict=True) if gradient is not None]
+        local = [variable for variable in given if self._averaging.is_local(variable)]
+        limit = getattr(optimizer, "global_clipnorm", None)
+        if limit and local and len(local) < len(given) and not self._averaging.is_alone:
+            raise InvalidRequestError(
+                f"{type(optimizer).__name__}: global_clipnorm={limit} clips averages by a norm that includes the "
+                f"gradient of the local variable '{name_of(local[0])}', which differs between ranks, so variables that "
+                "are not local would differ, too. Use clipnorm, which clips each gradient by its own norm, or give "
+                "local layers an optimizer of their own."
+            )
+        self.ocomm_exchanges += 1
+        return self._averaging(grads, variables, *options)
+
 
 class _Averaged(_AveragesGradients):
     """Mixin of ``DistributedOptimizer``."""
@@ -111,13 +132,9 @@ class _Averaged(_AveragesGradients):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         self._is_averaged = True
         try:
-            return super().apply(self._average(grads, variables), trainable_variables)  # type: ignore[misc]
+            return super().apply(self._averaged(grads, variables, self, True), trainable_variables)  # type: ignore[misc]
         finally:
             self._is_averaged = False
-
-    def _average(self: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-        self.ocomm_exchanges += 1
-        return self._averaging(grads, variables, self, raises=True)
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
         self.__dict__["_stepped"] = list(trainable_variables)  # set without Keras, which would look for variables in it
@@ -126,7 +143,8 @@ class _Averaged(_AveragesGradients):
     # Keras calls it on accumulated gradients, before it clips them and applies the weight decay.
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
         if self.gradient_accumulation_steps and not self._is_averaged:
-            grads = self._average([scaled(gradient, self._summed_passes) for gradient in grads], self._stepped)
+            summed = [scaled(gradient, self._summed_passes) for gradient in grads]
+            grads = self._averaged(summed, self._stepped, self, True)
             self._is_averaged = True
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
@@ -154,8 +172,7 @@ class _AveragedLossScale(_AveragesGradients):
         """
         refuse_loss_scaling_outside(Distributed, SCALES_ALREADY)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
-        self.ocomm_exchanges += 1
-        averages = self._averaging(list(grads), variables, self)
+        averages = self._averaged(list(grads), variables, self)
         summed = [None if average is None else scaled(average, self._summed_passes) for average in averages]
         return super().apply(summed, trainable_variables)  # type: ignore[misc]
 
@@ -176,8 +193,7 @@ class _AveragedInKeras2(_AveragesGradients):
     def _average(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        self.ocomm_exchanges += 1
-        return list(zip(self._averaging([gradient for gradient, _ in pairs], variables), variables, strict=True))
+        return list(zip(self._averaged([gradient for gradient, _ in pairs], variables), variables, strict=True))
 
 
 class _KeepsErrors(Distributed):

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,12 @@ def refused() -> None:
                 lambda: fit(model(0.0), sgd(0.1), data(0), BATCH, average),
                 "compiled with SGD, which is not distributed",
             )
+            for kind in (sgd, tf.keras.optimizers.legacy.SGD):
+                optimizer, variables = hvd.DistributedOptimizer(kind(0.1, global_clipnorm=0.1)), model(0.0).weights
+                optimizer.register_local_var(variables[0])
+                gradients = [tf.ones(variable.shape) for variable in variables]
+                pairs = list(zip(gradients, variables, strict=True))
+                refuses(partial(optimizer.apply_gradients, pairs), "global_clipnorm=0.1 clips averages")
 
     run_ranks(2, body)
 

@@ -268,6 +268,39 @@ class TestFit:
         for rank, moved in enumerate(run_ranks(2, body)):
             np.testing.assert_allclose(moved, [0.05 * (1 + rank)] * 2 + [0.15] * 2, rtol=1e-4)
 
+    @pytest.mark.parametrize("way", ["eager", "graph", "accumulated", "scaled"])
+    def test_a_norm_over_local_layers_and_others_clips_neither(self, way: str) -> None:
+        def body(session: Session) -> None:
+            model = make_model()
+            accumulation = 2 if way == "accumulated" else None
+            inner = keras.optimizers.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=accumulation)
+            if way == "scaled":
+                inner = keras.optimizers.LossScaleOptimizer(inner)
+            optimizer = hvd.PartialDistributedOptimizer(inner, local_layers=model.layers[0])
+            optimizer.build(model.trainable_variables)
+            apply = tf.function(optimizer.apply) if way == "graph" else optimizer.apply
+            gradients = [tf.fill(v.shape, 1.0 + hvd.rank()) for v in model.trainable_variables]
+            with pytest.raises(
+                InvalidRequestError, match=r"global_clipnorm=0\.1 clips .* the local variable '.*kernel'"
+            ):
+                for _ in range(accumulation or 1):
+                    apply(gradients)
+
+        run_ranks(2, body)
+
+    def test_a_norm_over_local_layers_alone_clips_them(self) -> None:
+        def body(session: Session) -> list[Any]:
+            model = make_model()
+            for layer in model.layers:
+                optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+                optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=model.layers[0])
+                gradients = [tf.fill(v.shape, 1.0 - 2.0 * hvd.rank()) for v in layer.trainable_variables]
+                optimizer.apply(gradients, layer.trainable_variables)
+            return weights_of(model)
+
+        first, second = run_ranks(2, body)
+        assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [False] * 2 + [True] * 2
+
     def test_batch_statistics_are_those_of_all_ranks(self) -> None:
         def body(session: Session) -> Any:
             layer, plain = hvd.SyncBatchNormalization(), keras.layers.BatchNormalization()
