@@ -101,8 +101,9 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     Raises LaunchError.
     """
     in_allocation = is_in_allocation(environ)
+    named = _named_hosts(options)
     request, launcher = _request(options, environ)
-    hosts = _hosts(options, environ, launcher)
+    hosts = _hosts(named, options, environ, launcher)
     is_srun = launcher.flavour is Flavour.SRUN
     if options.watch and not hosts:
         raise LaunchError(f"--watch must know the hosts, also in an allocation: {_how_to_name_hosts(environ)}.")
@@ -143,13 +144,14 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     wanted = options.num_proc or options.min_np
     if wanted is not None and options.num_proc is None:
         options.num_proc = wanted
+    named = _named_hosts(options)
     request, launcher = _request(options, environ)
     least, most = options.min_np or wanted, options.max_np
     if not least <= wanted or (most is not None and wanted > most):
         raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
     fixed: tuple[Host, ...] = ()
     if options.host_discovery_script is None:
-        fixed = _hosts(options, environ, launcher)
+        fixed = _hosts(named, options, environ, launcher)
         if not fixed:
             raise LaunchError(
                 f"an elastic job must know its hosts, also in an allocation: {_how_to_name_hosts(environ)}."
@@ -239,12 +241,21 @@ def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str
         environ.pop(name, None)
 
 
-def _hosts(options: argparse.Namespace, environ: Mapping[str, str], launcher: Launcher) -> tuple[Host, ...]:
-    """Returns the hosts of the job; none if the launcher is to ask the batch system for them."""
+def _named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    """Returns the hosts that the user has named; none if there are none."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
-    if options.hostfile is not None:
-        return read_hostfile(options.hostfile)
+    return read_hostfile(options.hostfile) if options.hostfile is not None else ()
+
+
+def _hosts(
+    named: tuple[Host, ...], options: argparse.Namespace, environ: Mapping[str, str], launcher: Launcher
+) -> tuple[Host, ...]:
+    """Returns the hosts of the job, the ``named`` ones if there are any; none if the launcher is to ask the batch
+    system for them.
+    """
+    if named:
+        return named
     if not is_in_allocation(environ):
         return (Host("localhost", options.num_proc),)  # as in Horovod
     if launcher.flavour is Flavour.SRUN:
