@@ -30,7 +30,7 @@ needs_venv = pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="only a vi
 
 
 def ocommrun(*args: str, python: str = sys.executable, **environ: str) -> subprocess.CompletedProcess[str]:
-    return run([python, "-m", "ocomm.launch", *args], {**os.environ, **environ})
+    return run([python, "-c", AS_STARTED_BY_HAND, *args], {**os.environ, **environ})
 
 
 @needs_mpi
