@@ -245,7 +245,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
 
         self._name_new()
         every = (p for group in self.__dict__["param_groups"] for p in group["params"])
-        new = [p for p in every if p.requires_grad and p not in self._hooked]
+        new = [p for p in dict.fromkeys(every) if p.requires_grad and p not in self._hooked]
         for p in new:
             check_averaged(self._names[p], p, self._axis)
             self._hooked[p] = None
