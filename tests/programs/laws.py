@@ -1,0 +1,50 @@
+"""Draws programs of a kind and says which of them fails, made as small as Hypothesis can."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from tests.programs import children
+
+
+class ProgramFails(AssertionError):
+    """A program does not do what it should; the message has its script and the line for ``regressions``."""
+
+
+def check(kind: str, program: Any) -> None:
+    """Raises ProgramFails if ``program`` fails."""
+    failure = children.failure_of(kind, program)
+    if failure is not None:
+        raise ProgramFails(f"\n{failure}\nThe script:\n{program}\nThe line for regressions:\n    {program!r},\n")
+
+
+def law(
+    kind: str, count: int, seed: int | None = None, judge: Callable[[Any], None] | None = None
+) -> Callable[[], None]:
+    """Returns a function that checks ``count`` programs of ``kind``: the same ones each time or, with a ``seed``, those
+    of that seed. ``judge`` takes the place of ``check``.
+    """
+
+    def body(program: Any) -> None:
+        if judge is None:
+            check(kind, program)
+        else:
+            judge(program)
+
+    strategy = importlib.import_module(f"tests.programs.{kind}").programs()
+    chosen = settings(
+        max_examples=count,
+        derandomize=seed is None,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    drawn = chosen(given(strategy)(body))
+    return drawn if seed is None else seeded(seed)(drawn)
