@@ -138,18 +138,22 @@ def test_gradients_that_are_negated_views_have_their_sign(name: str, dtype: torc
         options = {"compression": hvd.Compression.int8}
 
     def train(is_view: bool) -> Any:
-        def body(session: Any) -> list[float]:
+        def body(session: Any) -> tuple[list[float], bool]:
             weight = torch.nn.Parameter(torch.ones(70, dtype=dtype))
             optimizer = wrap([weight], **options)
+            had_view = False
             for step in range(5):
                 optimizer.zero_grad()
                 used = Negated.apply(weight) if is_view else weight
                 (used * torch.arange(step - 30, step + 40).to(dtype)).sum().backward()
-                assert weight.grad.is_neg() == is_view or name.startswith("DistributedOptimizer")
+                had_view |= weight.grad.is_neg()
                 optimizer.step()
-            return weight.tolist()
+            return weight.tolist(), had_view
 
-        return run_ranks(2, body)
+        weights, had_view = zip(*run_ranks(2, body), strict=True)
+        # Autograd copies a gradient that Python still refers to, in some steps.
+        assert any(had_view) == is_view or name.startswith("DistributedOptimizer")
+        return weights
 
     assert train(True) == train(False)
 
