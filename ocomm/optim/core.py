@@ -158,8 +158,8 @@ class Core(abc.ABC):
             self.dense_codes = DenseCodes(layout, rank, options.dense_bits, self.param_memory)
         #: m and v of this rank's blocks, if owners make the dense steps; None: all ranks make all of them.
         self.sharded: ShardedAdam | None = None
-        #: Holds the frontend's tensors whose addresses are in ``tensors``. Plans keep it, with all that is in it then,
-        #: because a plan may outlive its optimizer.
+        #: Holds the frontend's tensors whose addresses are in ``tensors``. Plans keep the core, because a plan may
+        #: outlive its optimizer.
         self.borrowed: list[Any] = []
         self.node_gradient = np.zeros(0, np.float32)
         self._node_addresses = np.zeros(count, np.uint64)
@@ -239,10 +239,6 @@ class Core(abc.ABC):
     def param(self, tensor: int) -> Floats:
         """Returns the parameter at its address in ``tensors``: a flat view."""
         return self.param_memory.at(int(self.tensors["param"][tensor]), int(self.layout.numels[tensor]))
-
-    def read_by_address(self) -> list[Any]:
-        """Returns memory of this core that plans find through addresses in tables, and which must outlive them."""
-        return []
 
     def built_in(self, segments: Sequence[int]) -> tuple[Any, ...]:
         """Returns what the plan of these segments has built in and the next step may change: arrays, and values that

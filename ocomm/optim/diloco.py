@@ -218,9 +218,6 @@ class DiLoCo(Core):
         else:
             np.subtract(self.anchor[span], value, out=self.delta[span])
 
-    def read_by_address(self) -> list[Any]:
-        return [self.delta, self._averages]
-
     def compress(self, segment: int, packed: Bytes, flags: Flags) -> Loop:
         """Returns the loop that compresses delta plus the worker error."""
         layout = self.segments[segment].layout

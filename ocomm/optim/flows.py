@@ -72,8 +72,8 @@ class Flow(abc.ABC):
         self.sent = Sent(0, 0)
         self.ticket: Ticket | None = None
         self._built_in = built_in
-        #: Memory that plans find through addresses in tables. They keep it, because a plan may outlive its optimizer.
-        self.keeps = [core.borrowed, *core.read_by_address()]
+        #: What has the memory that plans find through addresses in tables. A plan may outlive its optimizer.
+        self.keeps: list[Any] = [core]
         #: Prepared plans, by the identity of what is built into them, which they keep alive.
         self._plans: dict[tuple[Hashable, ...], tuple[Any, Sent, tuple[Any, ...]]] = {}
         #: The flags that checks of averages set, the same on all ranks.
@@ -310,7 +310,7 @@ class Gathering:
         self._wire = wire
         self._places = np.zeros(len(core.layout.tensors), TENSOR)
         stages = [gather_segment(staging, self._places) for staging in lanes.staging]
-        keeps = [core.borrowed, *lanes.memory]
+        keeps = [core, *lanes.memory]
         self._prepared, self.sent = wire.prepare(Plan(f"{wire.name}: shards", stages, keeps, LANES))
 
     def run(self, addresses: NDArray[np.uint64], what: str) -> None:
