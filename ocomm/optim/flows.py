@@ -50,6 +50,9 @@ class Flow(abc.ABC):
 
     #: Names what the segments hold, for their signatures.
     compressor: str
+    #: True if the headers of a rank's messages say whether its gradients were finite, after the exchange, too. False
+    #: where the rank only adds to a sum.
+    says_whose = False
 
     def __init__(
         self,
@@ -140,6 +143,8 @@ class Flow(abc.ABC):
 class CompressedFlow(Flow):
     """Compressed averages with error feedback, in the core's own segments."""
 
+    says_whose = True
+
     def __init__(self, core: Core, wire: StepChannel, groups: Sequence[list[int]]) -> None:
         self.compressor = f"{core.compressor}-{core.scale}" if core.codec.group else core.compressor
         parts = [[core.segments[k].layout for k in span] for span in core.bucket_segments]
@@ -224,6 +229,8 @@ class DenseFlow(Flow):
 
 class LowBitFlow(DenseFlow):
     """Averages in fewer than 32 bits, with the errors of ``core.dense_codes``, to the flat ``averages``."""
+
+    says_whose = True
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ class Vote:
         """
         wire, core, segment_header = self._wire, self._core, self._vote.segment_header
         if core.layout.nodes.is_flat:
-            heard = [segment_header, *(header for flow in flows for header in flow.segment_headers)]
+            heard = [segment_header, *(h for flow in flows if flow.says_whose for h in flow.segment_headers)]
             found = {rank for header in heard for rank in header.ranks_with(Flag.NON_FINITE)}
             if found:
                 return [wire.ranks[rank] for rank in sorted(found)]
