@@ -164,7 +164,7 @@ class SegmentHeaders(list[SegmentHeader]):
         self._rates, self._lr = headers["lr"], 0.0
         self._headers, self._passed_on = headers.view(np.uint8), passed_on.view(np.uint8)
 
-    def begin(self, step: int, attempt: int, hyper: int, announcement: int, lr: float = 0.0) -> None:
+    def begin(self, step: int, attempt: int, hyper: int = 0, announcement: int = 0, lr: float = 0.0) -> None:
         """Writes what changes from step to step, and forgets what was heard."""
         for column, value in zip(self._columns, (step, attempt, hyper, announcement), strict=True):
             column.fill(value)

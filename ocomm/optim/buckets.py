@@ -82,11 +82,11 @@ class Buckets:
         self._nbytes = np.zeros(0, np.int64)
         self._sums = np.zeros(0, np.uint64)
 
-    def begin(self, step: int, attempt: int, hyper: int, lr: float, early: bool) -> None:
+    def begin(self, step: int, attempt: int, early: bool) -> None:
         """Opens an attempt of step ``step``, counted from 0, of which nothing is posted.
 
-        ``early``: buckets may be posted before ``step()``. ``hyper`` is a hash of what compression depends on; ``lr``
-        is shown in messages.
+        ``early``: buckets may be posted before ``step()``. Headers do not say what gradients are compressed with: ranks
+        may begin a step before and after that is changed, and the vote compares it.
 
         Everything that can be prepared is prepared here for all buckets at once, because when a bucket is posted the
         caches hold what backward needs.
@@ -104,17 +104,12 @@ class Buckets:
                 self._arrange()
         for flow in flows.flows:
             flow.ticket = None
-            flow.segment_headers.begin(step + 1, attempt, hyper, 0, lr)
+            flow.segment_headers.begin(step + 1, attempt)
             if early:
                 flow.prepare()
         all_expected = all(self._expected)
         for bucket in self._buckets:
             bucket.left = len(bucket.tensors) if all_expected else sum([self._expected[t] for t in bucket.tensors])
-
-    def renew(self, step: int, hyper: int, lr: float) -> None:
-        """Gives the attempt that ``begin`` has opened, and of which nothing is posted, another ``hyper`` and ``lr``."""
-        for flow in self._flows.flows:
-            flow.segment_headers.begin(step + 1, 0, hyper, 0, lr)
 
     def _arrange(self) -> None:
         """Makes the buckets of the flows of this step."""

@@ -143,10 +143,10 @@ class Stepper:
 
     # Before step()
 
-    def begin(self, hyper: int, lr: float, early: bool = True) -> None:
+    def begin(self, hyper: int, early: bool = True) -> None:
         """Opens the next step. ``hyper`` is a hash of what gradients are compressed with: betas and coupled decay.
 
-        ``lr`` is shown in messages. ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
+        ``early``: buckets may be posted before ``step()``, if the stepper overlaps at all.
         """
         if self._dead is not None:  # without a call, because this is on the way to the first hook of each step
             self.require_alive()
@@ -155,7 +155,7 @@ class Stepper:
         self.objections = 0
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = self.wire.announcement[0] = 0
-        self.buckets.begin(self.step, 0, hyper, lr, early and self.overlapping)
+        self.buckets.begin(self.step, 0, early and self.overlapping)
 
     def require_alive(self) -> None:
         """Raises the error of an earlier step, after which there can be no other."""
@@ -176,8 +176,7 @@ class Stepper:
         is over. Raises MismatchError, StallError, PeerError.
         """
         assert self.begun and not self.buckets.posted
-        if hyper != self._hyper:
-            self._renew(hyper, lr)
+        self._hyper = hyper  # no rank posts anything before step(): all decide so, without a message
         try:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
@@ -258,13 +257,13 @@ class Stepper:
         """
         started = time.perf_counter()
         if not self.begun:
-            self.begin(hyper, lr)
+            self.begin(hyper)
         if hyper != self._hyper:
             if self.buckets.early:  # some rank may have posted a bucket
                 self.object(Flag.CHANGED | Flag.HYPER)
             else:
                 again()
-                self._renew(hyper, lr)
+                self._hyper = hyper
         try:
             finish = partial(self._finish, hyper_now, lr, announcement, norm_of is NormOf.AVERAGES)
             said, lost = finish(0), []
@@ -274,7 +273,7 @@ class Stepper:
                     heard, lost = heard | _SKIP, self._vote.ranks_with(Flag.CHANGED | Flag.UNPOSTED)
                 else:
                     again()
-                    said, heard = self._exchange_again(heard, hyper, lr, finish, norm_of)
+                    said, heard = self._exchange_again(heard, hyper, finish, norm_of)
             self.idle_ranks = self._vote.ranks_with(Flag.IDLE) if heard & Flag.IDLE else []
             self._hear()
             if not heard & _OVER and (heard & _AVERAGE or not all(flow.is_finite() for flow in self.flows.flows)):
@@ -299,14 +298,13 @@ class Stepper:
         return self._conclude(heard, sent, exposed_s, changed_at)
 
     def _exchange_again(
-        self, heard: int, hyper: int, lr: float, finish: Callable[[int], Statement], norm_of: NormOf
+        self, heard: int, hyper: int, finish: Callable[[int], Statement], norm_of: NormOf
     ) -> tuple[Statement, int]:
         """Exchanges the step once more, without overlap, and votes on it.
 
         Args:
             heard: The flags of the first vote, which say why.
             hyper: Hash of what gradients are compressed with.
-            lr: The learning rate, for messages.
             finish: ``finish(attempt)`` posts what is left, and returns what this rank says.
             norm_of: As in ``exchange``.
 
@@ -314,7 +312,7 @@ class Stepper:
             What this rank said, and the flags of all ranks.
         """
         had_overlap = self.overlap
-        self._start_again(hyper, lr)
+        self._start_again(hyper)
         said = finish(1)
         settled = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
         assert not settled & _AGAIN or settled & _OVER, "a gradient changed while step() was running"
@@ -363,7 +361,7 @@ class Stepper:
 
     def _finish(self, hyper: int, lr: float, announcement: int, with_average_norm: bool, attempt: int) -> Statement:
         """Posts all buckets that are not posted, and returns what this rank says in the vote."""
-        buckets, core, replica = self.buckets, self.core, 0
+        buckets, core = self.buckets, self.core
         buckets.post(final=True)
         squares = None
         if self.flows.sharded is not None:
@@ -372,18 +370,23 @@ class Stepper:
                 self.objections |= _AVERAGE
         if core.steps_locally:
             self._look_at_local()
-        if self._replicas is not None and self.compares_replicas:
-            number = self.step // core.steps_per_exchange
-            replica = self._replicas.checksum(
-                core.replica_addresses().__getitem__, range(self._compared + 1, number + 1)
-            )
-            self._compared = number
+        replica = self._replica_checksum()
         flags = self.objections | (_UNPOSTED if buckets.is_surprised else 0)
         if not self.keeps_gradients:
             flags |= _RELEASED
         gradients = self._own_gradients() if self.looks_at_gradients else 0
         said = Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
         return said._replace(squares=squares) if with_average_norm and squares is not None else said
+
+    def _replica_checksum(self) -> int:
+        """Returns a checksum of what all ranks must have alike in the next vote; 0 if nothing is compared."""
+        if self._replicas is None or not self.compares_replicas:
+            return 0
+        number = self.step // self.core.steps_per_exchange
+        addresses = self.core.replica_addresses().__getitem__
+        found = self._replicas.checksum(addresses, range(self._compared + 1, number + 1))
+        self._compared = number
+        return found
 
     def _squares_of(self, flow: ShardedFlow) -> float:
         """Waits for the averages that this rank alone has, and returns the sum of their squares."""
@@ -422,14 +425,7 @@ class Stepper:
         bits = np.packbits((self.buckets.addresses != 0) | self.core.waiting(), bitorder="little")
         self._vote.presence[: bits.size] = bits
 
-    def _renew(self, hyper: int, lr: float) -> None:
-        """Goes on with another ``hyper`` than the step was begun with, where no rank posts anything before ``step()``:
-        all ranks decide so, without a message.
-        """
-        self._hyper = hyper
-        self.buckets.renew(self.step, hyper, lr)
-
-    def _start_again(self, hyper: int, lr: float) -> None:
+    def _start_again(self, hyper: int) -> None:
         """Begins the step again after a gradient has changed; from now on all ranks exchange without overlap."""
         self.overlap = self.overlapping = False
         self.traffic.redone_steps += 1
@@ -437,7 +433,7 @@ class Stepper:
         self.objections &= int(Flag.IDLE)
         self._hyper = hyper
         self.wire.flags[0] = self.wire.heard_flags[0] = 0
-        self.buckets.begin(self.step, 1, hyper, lr, False)
+        self.buckets.begin(self.step, 1, False)
 
     def _say_why(self, heard: int) -> None:
         """Warns that nothing overlaps any more, and why. ``heard``: the flags of the first attempt."""
@@ -482,8 +478,9 @@ class Stepper:
             )
             return
         _log.warning(
-            "%s: a gradient changed after backward (loss scaling or a second backward), so it was exchanged again, and "
-            "from now on nothing overlaps. Pass overlap=False to say so from the start.",
+            "%s: a gradient changed after backward (loss scaling or a second backward), or a parameter whose weight "
+            "decay is added to its gradient. So the step was exchanged again, and from now on nothing overlaps. Pass "
+            "overlap=False to say so from the start.",
             self.name,
         )
 

@@ -371,7 +371,7 @@ class Driver:
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups, hyper)
             early = not self.clipping.needs_round and not self._at_start
-            self.stepper.begin(_hyper_digest(hyper), groups[0].lr, early)
+            self.stepper.begin(_hyper_digest(hyper), early)
 
     def step(self, changed: Callable[[], bool], before_take: Callable[[], object] | None = None) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed
