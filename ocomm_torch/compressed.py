@@ -239,7 +239,7 @@ class CompressedOptimizer(HasRankState):
                     f"{spec.order} when it was wrapped: change the memory format of a model before. " + self._fixed
                 )
         if self._stepper.begun and self._driver.is_decay_coupled:
-            self._stepper.object(Flag.CHANGED)  # a posted bucket may have read the old ones
+            self._object_to_posted()
         else:
             self._held.clear()
         self._held += [p.detach() for p in self._tensors]
@@ -304,19 +304,37 @@ class CompressedOptimizer(HasRankState):
         return hook_on_device if place.is_device or place.offloads else hook
 
     def _begin(self, early: bool = False) -> None:
-        """Begins a step. ``early``: before ``step()``, which finds the parameters; until then only a coupled decay
-        reads them.
-        """
+        """Begins a step. ``early``: before ``step()``, until which only a coupled decay reads parameters."""
         counts = [len(group["params"]) for group in self.param_groups]
-        if not early or self._driver.is_at_start or self._driver.is_decay_coupled or counts != self._group_counts:
+        if early and (self._driver.is_at_start or self._driver.is_decay_coupled or counts != self._group_counts):
             self._find_parameters()
         self._placement.arrive()
         if self._unhooked:
             self._hook_parameters()
         self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
-        self._driver.begin(early)  # which says whether decay is coupled
-        if self._has_masters and not (early and self._looks_late):
-            self._look_at_parameters()
+        self._driver.begin(early)
+
+    def _settle(self) -> None:
+        """Takes the parameters as the script has left them: their memory, and for masters what was written to them.
+
+        Called where the step ends, on all ranks. Until then the script may have other values in them, such as noise for
+        backward.
+        """
+        self._find_parameters()
+        self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
+        if not self._has_masters:
+            return
+        self._masters.look()
+        is_read = self._driver.is_at_start or any(group.coupled_decay for group in self._driver.groups())
+        if self._placement.is_device and not is_read:
+            return  # the host would wait for all that Torch has queued; ``Driver.step`` takes them later
+        if self._masters.take() and self._driver.is_decay_coupled:
+            self._object_to_posted()
+
+    def _object_to_posted(self) -> None:
+        """Says that parameters have changed which posted gradients were compressed with."""
+        if self._stepper.begun and self._stepper.buckets.posted_tensors:
+            self._stepper.object(Flag.CHANGED)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -383,16 +401,12 @@ class CompressedOptimizer(HasRankState):
             self.gradients_changed()
         if self._gradients.frees:
             self._gradients.require_freed()
-        if self._stepper.begun:
-            if self._placement.offloads:
-                self._gradients.post_copies()
-            self._find_parameters()
-            self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
-            if self._has_masters and self._looks_late:
-                self._look_at_parameters()
-            elif self._has_masters:
-                self._follow()
-        else:
+        if self._stepper.begun and self._placement.offloads:
+            self._gradients.post_copies()
+        self._settle()
+        if self._gradients.decayed.have_changed():
+            self._object_to_posted()
+        if not self._stepper.begun:
             self._begin()
         before_take = self._masters.take if self._has_masters else None
         try:
@@ -423,24 +437,6 @@ class CompressedOptimizer(HasRankState):
             "clip_grad_norm_(); for a GradScaler write scaler.step(optimizer) alone."
         )
 
-    @property
-    def _looks_late(self) -> bool:
-        """True if what was written to parameters is looked for in ``step()``, and masters get it when the exchange is
-        over: a look at a device's memory would wait there for all that Torch has queued.
-        """
-        return self._placement.is_device and not self._driver.is_decay_coupled
-
-    def _look_at_parameters(self) -> None:
-        if self._looks_late:
-            self._masters.look()
-        else:
-            self._masters.begin()
-
-    def _follow(self) -> None:
-        """Copies to masters what was written to their parameters."""
-        if self._masters.follow() and self._stepper.begun and self._stepper.buckets.posted_tensors:
-            self._stepper.object(Flag.CHANGED)  # a coupled decay has read the masters
-
     def _forget(self) -> None:
         self._gradients.forget()
         if self._local.inside:
@@ -453,6 +449,7 @@ class CompressedOptimizer(HasRankState):
         """
         if self._local.inside:
             self._local.take_gradients()  # others wait for this rank in step(), where torch adds up partial sums
+        self._settle()  # the vote compares parameters
         if not self._stepper.begun:
             self._begin()
         try:
@@ -536,8 +533,8 @@ class CompressedOptimizer(HasRankState):
         ``state_dict()`` of the wrapped optimizer returns the same.
         """
         self._find_parameters()
-        self._follow()
         self._placement.arrive()
+        self._masters.follow()
         full = dict(super().state_dict())
         state = full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
         full["param_groups"] = list(map(copied, full["param_groups"]))
@@ -635,7 +632,7 @@ class CompressedOptimizer(HasRankState):
         """
         self._find_parameters()
         self._placement.arrive()
-        self._follow()
+        self._masters.follow()
         return to_torch(self._driver.rank_state())
 
     @contextlib.contextmanager

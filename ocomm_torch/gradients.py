@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import NOTHING
 from ocomm.kernels.device import Event
 from ocomm.training.driver import Driver
 from ocomm.types import DType, Flag
+from ocomm_torch.decayed import DecayedParameters
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_order import MemoryOrder
 from ocomm_torch.placement import OffloadedPlacement, Placement
@@ -73,6 +75,9 @@ class Gradients:
         self._awaits_copies = False
         #: The parameters whose gradients of this step are released.
         self._freed: set[int] = set()
+        #: The parameters that the exchange reads before ``step()``. Nobody but ocomm writes to masters.
+        self.decayed = DecayedParameters(tensors, self._parameter_checksums)
+        self._unmastered = [m is t for m, t in zip(masters.stepped, tensors, strict=True)]
 
     def connect(self, driver: Driver) -> None:
         """Serves the steps of ``driver`` from now on."""
@@ -85,6 +90,7 @@ class Gradients:
         self.copies.clear()
         self._fetched.clear()
         self._freed.clear()
+        self.decayed.forget()
         if self.frees:
             for tensor in self._tensors:
                 tensor.grad = None
@@ -102,6 +108,8 @@ class Gradients:
         """
         if self._placement.offloads:
             return self._locate_fetched(tensors, final)
+        if not final and self._driver.is_decay_coupled:
+            self.decayed.read([i for i in tensors if self._unmastered[i]], self._stepper.buckets.verified_part)
         parameters, recorded, versions, pointers = self._tensors, self.recorded, self._versions, self._pointers
         float32, reordered, nbytes = torch.float32, self._reordered, self._nbytes
         if final:
@@ -339,6 +347,10 @@ class Gradients:
         return True
 
     # What has changed
+
+    def _parameter_checksums(self, indices: list[int], part: int) -> NDArray[np.uint64]:
+        core = self._driver.core
+        return core.kernels.checksums(core.tensors["param"][indices], 4 * core.layout.numels[indices], part)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
         """Called by ``Watcher``: keeps checksums of posted gradients before they may be changed. An older checksum is

@@ -30,7 +30,7 @@ from ocomm.optim.low_bit import LowBitAverages, LowBitOptions
 from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
 from ocomm.training.common import Common
-from ocomm.training.low_bit import LowBitDriver
+from ocomm.training.low_bit import LateLowBitDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ddp_modules import refuse_averaged
@@ -79,7 +79,8 @@ class Optimizer(CompressedOptimizer):
     """
 
     _core_class = LowBitAverages
-    _driver_class = LowBitDriver
+    _driver_class = LateLowBitDriver
+    _driver: LateLowBitDriver
     has_averages = True
 
     def __init__(
@@ -235,12 +236,9 @@ class Optimizer(CompressedOptimizer):
         if not self._is_checked:
             self._is_checked = True
             refuse_averaged(self._parameters, "DistributedOptimizer")
-        if self._stepper.begun:
-            self._find_parameters()
-            self._placement.arrive()
-            self._follow()
-        else:
+        if not self._stepper.begun:
             self._begin()
+        self._placement.arrive()
         try:
             agreed = self._driver.step(self._gradients.have_changed)
         except NonFiniteError as error:
@@ -305,6 +303,9 @@ class Optimizer(CompressedOptimizer):
         if failure is not None:
             raise failure
         if self.outcome is StepOutcome.TAKE:
+            self._settle()
+            self._masters.take()
+            self._driver.compare()
             self._step_inner()
         self._inner.__dict__.update(STEPPED)
         return loss

@@ -98,15 +98,10 @@ class Masters:
         master.copy_(torch.where(written, value, master))
         return True
 
-    def begin(self) -> bool:
-        """Calls ``follow`` before a step, and returns its result. Parameters that are loaded later belong to another
-        state.
-        """
-        self.look()
-        return self.take()
-
     def take(self) -> bool:
-        """Ends what ``look`` has begun before a step."""
+        """Ends what ``look`` has begun before a step, and returns the result of ``settle``. Parameters that are loaded
+        later belong to another state.
+        """
         written = self.settle()
         self._saved.clear()
         return written

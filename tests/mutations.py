@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: What stands for the files of tests that run on two real ranks.
 MPI = "under mpirun"
+#: The random programs of every kind.
+PROGRAMS = "programs/test_programs.py"
 ON_TWO_RANKS = "contract/test_transport.py world/test_collectives.py world/test_runtime.py"
 #: Seconds for the tests of one fault, one of which may hang.
 LIMIT_S = 900.0
@@ -650,11 +652,61 @@ MUTATIONS = [
         "frontends/test_torch_onebit.py",
     ),
     Mutation(
-        "optim: headers of gradients without the learning rate",
+        "optim: a plan outlives what it writes to",
+        "ocomm/optim/flows.py",
+        "self.keeps: list[Any] = [core]",
+        "self.keeps: list[Any] = [core.borrowed]",
+        PROGRAMS,
+    ),
+    Mutation(
+        "optim: headers are read in lanes that were used again",
+        "ocomm/optim/vote.py",
+        "for flow in flows if flow.says_whose for h",
+        "for flow in flows for h",
+        PROGRAMS,
+    ),
+    Mutation(
+        "Torch: a coupled decay of a parameter that was written is kept",
+        "ocomm_torch/compressed.py",
+        "if self._gradients.decayed.have_changed():",
+        "if False:",
+        PROGRAMS,
+    ),
+    Mutation(
+        "Torch: masters follow what is written for a backward pass",
+        "ocomm_torch/compressed.py",
+        "        self._driver.begin(early)\n",
+        "        self._driver.begin(early)\n        self._masters.follow()\n",
+        PROGRAMS,
+    ),
+    Mutation(
+        "Torch: in codes, what is written after backward is lost",
+        "ocomm_torch/low_bit.py",
+        "            self._masters.take()\n",
+        "            self._masters.look()\n",
+        PROGRAMS,
+    ),
+    Mutation(
+        "Torch: in codes, replicas are compared at the end of backward",
+        "ocomm/training/low_bit.py",
+        "        self.stepper.noted_replica = 0\n",
+        "",
+        PROGRAMS,
+    ),
+    Mutation(
+        "Torch: the ranks compare masters before these follow",
+        "ocomm_torch/compressed.py",
+        "        self._settle()\n        if self._gradients.decayed",
+        "        if not self._stepper.begun:\n            self._find_parameters()\n            self._begin()\n"
+        "        self._settle()\n        if self._gradients.decayed",
+        PROGRAMS,
+    ),
+    Mutation(
+        "optim: headers say what gradients are compressed with",
         "ocomm/optim/buckets.py",
-        "flow.segment_headers.begin(step + 1, attempt, hyper, 0, lr)",
-        "flow.segment_headers.begin(step + 1, attempt, hyper, 0)",
-        "frontends/test_torch_ef_sgd.py",
+        "flow.segment_headers.begin(step + 1, attempt)",
+        "flow.segment_headers.begin(step + 1, attempt, int(1e9 * float(flows.core.tensors[\"weight_decay\"].sum())))",
+        PROGRAMS,
     ),
     Mutation(
         "names in a graph have the scopes of Keras",

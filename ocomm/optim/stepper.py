@@ -129,6 +129,8 @@ class Stepper:
         self.skipped_by = ""
         #: The last step, in exchanges, of which replicas were compared.
         self._compared = -1
+        #: What the next vote says of replicas, after ``note_replicas``; None: what they are in the vote.
+        self.noted_replica: int | None = None
         self._hyper = 0
         self._early_sent: list[Sent] = []  # what the current step has sent before its exchange
         self._dead: OcommError | None = None
@@ -370,7 +372,7 @@ class Stepper:
                 self.objections |= _AVERAGE
         if core.steps_locally:
             self._look_at_local()
-        replica = self._replica_checksum()
+        replica = self._replica_checksum() if self.noted_replica is None else self.noted_replica
         flags = self.objections | (_UNPOSTED if buckets.is_surprised else 0)
         if not self.keeps_gradients:
             flags |= _RELEASED
@@ -387,6 +389,12 @@ class Stepper:
         found = self._replicas.checksum(addresses, range(self._compared + 1, number + 1))
         self._compared = number
         return found
+
+    def note_replicas(self) -> None:
+        """Makes the next vote say what replicas are now, between two steps: where a step's exchange ends in backward, a
+        script may have other values in parameters then.
+        """
+        self.noted_replica = self._replica_checksum()
 
     def _squares_of(self, flow: ShardedFlow) -> float:
         """Waits for the averages that this rank alone has, and returns the sum of their squares."""
@@ -611,6 +619,8 @@ class Stepper:
             raise ValueError("a step is under way")
         self.step = step
         self._compared = step // self.core.steps_per_exchange - 1
+        if self.noted_replica is not None:
+            self.noted_replica = 0
         self.overlapping = False
         if order is not None:
             self.adopt_order(order)

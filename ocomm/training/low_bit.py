@@ -80,3 +80,26 @@ class LowBitDriver(Driver):
 
     def full_hyper(self, groups: Sequence[Group]) -> Hashable:
         return (self.frontend.hyper(),)
+
+
+class LateLowBitDriver(LowBitDriver):
+    """A ``LowBitDriver`` whose exchanges may end in backward, where a script may have other values in parameters, such
+    as noise of each rank. The ranks compare parameters in ``compare``, and in the vote of the exchange that follows.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.stepper.noted_replica = 0
+
+    def _start(self) -> None:
+        """Does nothing: ``compare`` does it."""
+
+    def compare(self) -> None:
+        """Called in ``step()`` of all ranks that take it, before parameters change. Collective in the first step.
+
+        Raises:
+            MismatchError: The ranks have different parameters, or states of different runs.
+        """
+        if self._at_start:
+            super()._start()
+        self.stepper.note_replicas()

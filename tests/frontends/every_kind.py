@@ -54,22 +54,28 @@ def whole_state(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
     """Hash of everything that a step may change on this rank: parameters, replicated state, this rank's own."""
     saved = optimizer.state_dict()
     state = [saved["state"], saved["ocomm"]["core"], optimizer._driver.core.rank_state()]
-    return digest([*_arrays(state), *(p.detach().float().numpy() for p in parameters)])
+    return digest([*arrays_in(state), *(p.detach().float().numpy() for p in parameters)])
 
 
 #: In a state, but not of the algorithm: the order of buckets and whether they overlap with backward, and their hash.
 _INCIDENTAL = ("stepper", "checksum")
 
 
-def _arrays(state: Any) -> Iterator[np.ndarray]:
+def arrays_in(state: Any) -> Iterator[np.ndarray]:
+    """Yields the arrays and numbers of a state that are of the algorithm."""
+    return (array for _, array in named_arrays(state))
+
+
+def named_arrays(state: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yields what ``arrays_in`` yields, each with its place in the state."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             if key not in _INCIDENTAL:
-                yield from _arrays(value)
+                yield from named_arrays(value, f"{name}/{key}")
     elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _arrays(value)
+        for number, value in enumerate(state):
+            yield from named_arrays(value, f"{name}/{number}")
     elif isinstance(state, torch.Tensor):
-        yield state.detach().float().numpy()
+        yield name, state.detach().float().numpy()
     elif isinstance(state, (np.ndarray, int, float)):
-        yield np.asarray(state)
+        yield name, np.asarray(state)

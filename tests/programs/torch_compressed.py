@@ -1,0 +1,686 @@
+"""Scripts that train with a compressed optimizer of Torch, held to their clean replay.
+
+The clean replay is a script of the same steps without noise: gradients are set by hand just before ``step()``, nothing
+overlaps, no state is saved and loaded, no weight is changed and put back, and a step that is given up is left out. The
+losses are linear in the parameters, so every gradient is known without autograd. After each step both scripts have the
+same parameters, bit for bit, and at the end the same state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from ocomm import session as sessions
+from ocomm.collectives import pipeline
+from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError
+from ocomm.optim import flows
+from ocomm.types import Settings
+from ocomm_torch.compression import Compression
+from ocomm_torch.optimizer import DistributedOptimizer
+from tests.faults import world
+from tests.frontends.every_kind import KINDS, Kind, named_arrays
+from tests.frontends.onebit_jobs import digest
+
+FEW = 60
+#: A tensor of several blocks, one with a short last block, a vector, a scalar.
+SHAPES = [(9, 7), (5, 9), (40,), ()]
+COUNT = len(SHAPES)
+#: Seconds after which a rank that waits gives up on the others.
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
+
+
+def _in_codes(bits: str) -> Callable[..., Any]:
+    return lambda inner, **options: DistributedOptimizer(inner, compression=getattr(Compression, bits), **options)
+
+
+#: Optimizers that average gradients in codes: they know none of the options of compressed optimizers.
+CODES = {
+    "int8": Kind(_in_codes("int8"), functools.partial(torch.optim.SGD, momentum=0.9)),
+    "int8, Adam": Kind(_in_codes("int8"), torch.optim.Adam),
+    "int4": Kind(_in_codes("int4"), torch.optim.AdamW),
+}
+#: Which of them adds weight decay to gradients; the others take it from parameters.
+COUPLED = ("1-bit Adam", "0/1 Adam", "EF-SGD", "int8")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the optimizer is made, on all ranks alike."""
+
+    kind: str
+    ranks: int = 2
+    #: Ranks per host; 0: all on one host.
+    slots: int = 0
+    engine: str = "python"
+    #: Which parameters are bfloat16.
+    low: tuple[int, ...] = ()
+    decay: float = 0.0
+    passes: int = 1
+    block_size: int | str = 16
+    overlap: bool = True
+    verify: str = "full"
+    dense_bits: int = 32
+    shard_state: bool = False
+    max_grad_norm: float | None = None
+    clip: str = "exact"
+    frozen: tuple[int, ...] = ()
+    fused: bool = False
+    #: The number of elements from which on a model has another bucket, and of bytes of a segment.
+    bucket_numel: int = 32
+    segment_nbytes: int = 64
+
+    @property
+    def is_in_codes(self) -> bool:
+        return self.kind in CODES
+
+    @property
+    def hosts(self) -> list[str]:
+        return [f"host{rank // self.slots}" for rank in range(self.ranks)] if self.slots else []
+
+    def options(self, *, clean: bool) -> dict[str, Any]:
+        if self.is_in_codes:
+            return {"backward_passes_per_step": 1 if clean else self.passes}
+        options: dict[str, Any] = {
+            "block_size": self.block_size,
+            "overlap": self.overlap and not clean,
+            "backward_passes_per_step": 1 if clean else self.passes,
+            "verify": self.verify,
+            "max_grad_norm": self.max_grad_norm,
+            "clip": self.clip,
+        }
+        if self.dense_bits != 32:
+            options["dense_bits"] = self.dense_bits
+        if self.shard_state:
+            options["shard_state"] = True
+        return options
+
+    def wrap(self, parameters: list[torch.nn.Parameter], *, clean: bool) -> Any:
+        kind = {**KINDS, **CODES}[self.kind]
+        inner = {"weight_decay": self.decay, "fused" if self.fused else "foreach": self.fused}
+        return kind.wrap(parameters, inner, **self.options(clean=clean))
+
+
+@dataclass(frozen=True)
+class Freeze:
+    at: int
+    thaw: bool = False
+
+    def __str__(self) -> str:
+        return f"p[{self.at}].requires_grad_({self.thaw})"
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyperparameter is set, on all ranks alike."""
+
+    what: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"group[{self.what!r}] = {self.value}"
+
+
+@dataclass(frozen=True)
+class Write:
+    """A parameter gets another value, on all ranks alike."""
+
+    at: int
+    how: str
+
+    def __str__(self) -> str:
+        return f"p[{self.at}] = other values, by {self.how}"
+
+
+@dataclass(frozen=True)
+class Perturb:
+    """All parameters are changed for one backward pass, and put back before the step."""
+
+    how: str
+    own: bool = False
+
+    def __str__(self) -> str:
+        return f"every p += noise{' of this rank' if self.own else ''}, by {self.how}, until step()"
+
+
+@dataclass(frozen=True)
+class Reload:
+    """The state is saved and loaded, into the same optimizer or a new one."""
+
+    new: bool = False
+
+    def __str__(self) -> str:
+        return f"save and load the state, into {'a new' if self.new else 'the same'} optimizer"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A gradient is halved; ``rank`` None: on all ranks."""
+
+    at: int
+    how: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        return f"p[{self.at}].grad *= 0.5, by {self.how}{where}"
+
+
+@dataclass(frozen=True)
+class Put:
+    """A gradient is set by hand, or dropped."""
+
+    at: int
+    rank: int
+    drop: bool = False
+
+    def __str__(self) -> str:
+        return f"p[{self.at}].grad = {'None' if self.drop else 'a tensor'} on rank {self.rank}"
+
+
+Event = Freeze | Hyper | Write | Perturb | Reload | Edit | Put
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the script.
+
+    ``passes[rank][number]`` are the parameters that a backward pass needs, in the order of their gradients. ``end`` is
+    how the step ends: "step", "closure"; "clear": all ranks clear their gradients; "skip": rank ``victim`` does; "nan":
+    its last pass has a loss that is NaN; "disagree": it has another lr, which ends the script; "drop": a new
+    optimizer takes the place of this one, which rank ``victim`` drops before the others' backward passes.
+    """
+
+    passes: tuple[tuple[tuple[int, ...], ...], ...]
+    zeros: bool = False
+    before: tuple[Event, ...] = ()
+    split: bool = False
+    no_sync: bool = False
+    between: tuple[Event, ...] = ()
+    end: str = "step"
+    victim: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"optimizer.zero_grad(set_to_none={not self.zeros})", *map(str, self.before)]
+        for rank, passes in enumerate(self.passes):
+            for used in passes:
+                lines.append(f"on rank {rank}: backward of p{list(used)}{', one by one' if self.split else ''}")
+        if self.no_sync:
+            lines.append("(all passes but the last inside no_sync())")
+        lines += map(str, self.between)
+        end = {
+            "step": "optimizer.step()",
+            "closure": "optimizer.step(closure)",
+            "clear": "optimizer.zero_grad(), after skip() if a rank had no gradient",
+            "skip": f"optimizer.zero_grad() on rank {self.victim}, step() on the others",
+            "nan": f"(the last loss on rank {self.victim} is NaN) optimizer.step()",
+            "drop": "optimizer = a new one over the same parameters",
+            "disagree": f"another lr on rank {self.victim}; optimizer.step()",
+        }
+        return "\n".join(f"    {line}" for line in [*lines, end[self.end]])
+
+
+@dataclass(frozen=True)
+class Program:
+    setup: Setup
+    steps: tuple[Step, ...]
+    seed: int = 0
+
+    def __str__(self) -> str:
+        texts = [f"step {number}:\n{step}" for number, step in enumerate(self.steps)]
+        return "\n".join([str(self.setup), *texts])
+
+    def noise(self, shape: tuple[int, ...], *where: Any) -> torch.Tensor:
+        """Random numbers, the same for the same place in the program."""
+        seed = random.Random(f"{self.seed} {where}").getrandbits(40)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    def dtype(self, at: int) -> torch.dtype:
+        return torch.bfloat16 if at in self.setup.low else torch.float32
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        made = [torch.nn.Parameter(self.noise(s, "begin", i).to(self.dtype(i))) for i, s in enumerate(SHAPES)]
+        for i in self.setup.frozen:
+            made[i].requires_grad_(False)
+        return made
+
+    def all_begin(self, step: Step, parameters: list[torch.nn.Parameter]) -> bool:
+        """Whether backward begins the step on all ranks, so that ``zero_grad()`` knows of it."""
+        trained = {i for i, p in enumerate(parameters) if p.requires_grad}
+        return all(
+            bool(trained & set.intersection(*map(set, passes[-1:] if step.no_sync else passes)))
+            for passes in step.passes
+        )
+
+    def gradient(self, number: int, rank: int, a_pass: int, at: int) -> torch.Tensor:
+        """The gradient of a backward pass with respect to parameter ``at``."""
+        return self.noise(SHAPES[at], "gradient", number, rank, a_pass, at).to(self.dtype(at))
+
+
+# Drawing
+
+
+@st.composite
+def _setups(draw: st.DrawFn) -> Setup:
+    kind = draw(st.sampled_from([*KINDS, *CODES]))
+    ranks, slots = draw(st.sampled_from([(2, 0), (2, 0), (3, 0), (4, 2), (4, 0)]))
+    engine = draw(st.sampled_from(["python", "native"]))
+    low = draw(st.sampled_from([(), (), (0,), (1, 2), (0, 1, 2, 3)]))
+    coupled = kind.startswith(COUPLED)
+    setup: dict[str, Any] = {
+        "kind": kind,
+        "ranks": ranks,
+        "slots": slots,
+        "engine": engine,
+        "low": low,
+        "decay": draw(st.sampled_from([0.0, 0.0, 0.25] if not coupled else [0.0, 0.25])),
+        "passes": draw(st.sampled_from([1, 1, 2])),
+        "frozen": draw(st.sampled_from([(), (), (0,), (3,)])),
+        "fused": draw(st.booleans()),
+        "bucket_numel": draw(st.sampled_from([32, 64, 1 << 17])),
+        "segment_nbytes": draw(st.sampled_from([64, 200, 8 << 20])),
+    }
+    if kind not in CODES:
+        setup["block_size"] = draw(st.sampled_from([16, 4096, "tensor"]))
+        setup["overlap"] = draw(st.sampled_from([True, True, True, False]))
+        setup["verify"] = draw(st.sampled_from(["full", "full", "sampled"]))
+        if kind not in ("SoftSignSGD",) and not kind.startswith("0/1 Adam, local"):
+            setup["max_grad_norm"] = draw(st.sampled_from([None, None, 0.5]))
+            setup["clip"] = draw(st.sampled_from(["exact", "previous"]))
+    if kind.startswith(("1-bit", "0/1")):
+        setup["dense_bits"] = draw(st.sampled_from([32, 32, 16, 8, 4]))
+    if kind.startswith("1-bit Adam") and not slots and setup["dense_bits"] == 32:
+        setup["shard_state"] = draw(st.booleans())
+    return Setup(**setup)
+
+
+def _events(setup: Setup, between: bool) -> st.SearchStrategy[tuple[Event, ...]]:
+    ats, ranks = st.integers(0, COUNT - 1), st.integers(0, setup.ranks - 1)
+    whats = ["lr", "lr", "decay"] + (["beta"] if "Adam" in setup.kind or "LAMB" in setup.kind else [])
+    values = {"lr": [0.02, 0.005], "decay": [0.0, 0.1], "beta": [0.8, 0.95]}
+    hyper = st.sampled_from(whats).flatmap(lambda what: st.builds(Hyper, st.just(what), st.sampled_from(values[what])))
+    write = st.builds(Write, ats, st.sampled_from(["copy_", "data", "numpy", "new data"]))
+    kinds: list[st.SearchStrategy[Event]] = [hyper, write]
+    if between:
+        # With codes gradients are averages then, which a script changes on all ranks alike.
+        where = st.none() if setup.is_in_codes else st.none() | ranks
+        kinds.append(st.builds(Edit, ats, st.sampled_from(["mul_", "data", "numpy", "new"]), where))
+        if not setup.is_in_codes:
+            kinds.append(st.builds(Put, ats, ranks, st.booleans()))
+    else:
+        kinds += [
+            st.builds(Freeze, ats, st.booleans()),
+            st.builds(Freeze, ats, st.booleans()),
+            st.builds(Reload, st.booleans()),
+        ]
+    found = st.lists(st.one_of(kinds), max_size=2).map(tuple)
+    if between:
+        return found
+    perturbs = st.builds(Perturb, st.sampled_from(["add_", "data", "new data"]), st.booleans()).map(
+        lambda event: (event,)
+    )
+    return st.builds(lambda first, last: (*first, *last), found, st.one_of(st.just(()), perturbs))
+
+
+@st.composite
+def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
+    everything = tuple(reversed(range(COUNT)))
+    some = st.permutations(everything).flatmap(
+        lambda order: st.integers(0, COUNT).map(lambda count: tuple(order[:count]))
+    )
+    whole = draw(st.booleans())
+    used = st.just(everything) if whole else st.one_of(st.just(everything), some)
+    no_sync = not setup.is_in_codes and setup.passes == 1 and draw(st.integers(0, 5)) == 0
+    counts = [1, 2] if no_sync else [setup.passes]
+    passes = tuple(tuple(draw(used) for _ in range(draw(st.sampled_from(counts)))) for _ in range(setup.ranks))
+    if draw(st.integers(0, 3)) == 3:  # a rank whose batch needs no parameter
+        absent = draw(st.integers(0, setup.ranks - 1))
+        passes = tuple(tuple(() for _ in own) if rank == absent else own for rank, own in enumerate(passes))
+    eventful = draw(st.integers(0, 2))
+    before = draw(_events(setup, between=False)) if eventful else ()
+    end = draw(st.sampled_from(["step"] * 7 + ["closure", "clear", "skip", "nan", "nan", "drop"]))
+    if setup.is_in_codes and end in ("clear", "skip", "drop"):
+        end = "step"  # backward waits for the other ranks
+    if last and draw(st.integers(0, 3)) == 0 and not setup.is_in_codes:
+        end = "disagree"
+    between = draw(_events(setup, between=True)) if eventful == 2 and end != "closure" else ()
+    victim = draw(st.integers(0, setup.ranks - 1))
+    if end == "nan":
+        between = tuple(event for event in between if isinstance(event, (Hyper, Write)))
+        passes = tuple((*own[:-1], everything) if rank == victim else own for rank, own in enumerate(passes))
+    return Step(
+        passes=passes,
+        zeros=draw(st.integers(0, 3)) == 0,
+        before=before,
+        split=draw(st.booleans()),
+        no_sync=no_sync,
+        between=between,
+        end=end,
+        victim=victim,
+    )
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Programs of up to seven steps."""
+    setup = draw(_setups())
+    count = draw(st.integers(1, 7))
+    steps = tuple(draw(_steps(setup, number == count - 1)) for number in range(count))
+    return Program(setup, steps, draw(st.integers(0, 1 << 16)))
+
+
+# Running
+
+
+@dataclass
+class Script:
+    """A model and its optimizer on one rank."""
+
+    program: Program
+    rank: int
+    clean: bool
+    #: By step, set once rank ``victim`` has dropped its optimizer.
+    dropped: list[threading.Event]
+    p: list[torch.nn.Parameter] = field(init=False)
+    optimizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.p = self.program.parameters()
+        self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+
+    def set_hyper(self, event: Hyper, factor: float = 1.0) -> None:
+        for group in self.optimizer.param_groups:
+            if event.what == "lr":
+                group["lr"] = event.value * factor
+            elif event.what == "decay":
+                group["weight_decay"] = event.value
+            elif "betas" in group:
+                group["betas"] = (event.value, group["betas"][1])
+
+    def write(self, event: Write, values: torch.Tensor) -> None:
+        p = self.p[event.at]
+        if event.how == "copy_":
+            with torch.no_grad():
+                p.copy_(values)
+        elif event.how == "data":
+            p.data.copy_(values)
+        elif event.how == "numpy" and p.dtype is torch.float32:
+            p.detach().numpy()[...] = values.numpy()
+        else:
+            p.data = values.to(p.dtype, copy=True)
+
+    def freeze(self, event: Freeze) -> None:
+        self.p[event.at].requires_grad_(event.thaw)
+        if not event.thaw:
+            self.p[event.at].grad = None
+
+    def reload(self, event: Reload) -> None:
+        saved, own = self.optimizer.state_dict(), self.optimizer.rank_state_dict()
+        if event.new:
+            trained = [p.requires_grad for p in self.p]
+            grads = [p.grad for p in self.p]
+            self.p = [torch.nn.Parameter(p.detach().clone()) for p in self.p]
+            self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+            for p, trains, grad in zip(self.p, trained, grads, strict=True):
+                p.requires_grad_(trains)
+                p.grad = grad
+        self.optimizer.load_state_dict(saved)
+        self.optimizer.load_rank_state_dict(own)
+
+    @torch.no_grad()
+    def perturb(self, event: Perturb, number: int) -> Callable[[], None]:
+        """Changes all parameters, and returns what puts them back."""
+        where = (number, self.rank) if event.own else (number,)
+        kept = [p.detach().clone() for p in self.p]
+        memory = [p.data for p in self.p]
+        for i, p in enumerate(self.p):
+            noise = self.program.noise(SHAPES[i], "perturb", *where, i).to(p.dtype)
+            if event.how == "add_":
+                p.add_(noise)
+            elif event.how == "data":
+                p.data.add_(noise)
+            else:
+                p.data = p.data + noise
+
+        @torch.no_grad()
+        def restore() -> None:
+            for p, values, old in zip(self.p, kept, memory, strict=True):
+                if event.how == "add_":
+                    p.copy_(values)
+                elif event.how == "data":
+                    p.data.copy_(values)
+                else:
+                    p.data = old
+
+        return restore
+
+    def drop(self) -> None:
+        """Drops optimizer and gradients. What is under way may go on."""
+        del self.optimizer
+        for p in self.p:
+            p.grad = None
+        gc.collect()
+
+    def edit(self, event: Edit) -> None:
+        grad = self.p[event.at].grad
+        if grad is None or (event.rank is not None and event.rank != self.rank):
+            return
+        if event.how == "mul_" or self.clean:
+            grad.mul_(0.5)
+        elif event.how == "data":
+            grad.data.mul_(0.5)
+        elif event.how == "numpy" and grad.dtype is torch.float32:
+            grad.numpy()[...] *= 0.5
+        else:
+            self.p[event.at].grad = grad * 0.5
+
+    def put(self, event: Put, number: int) -> None:
+        p = self.p[event.at]
+        if event.rank == self.rank and p.requires_grad:
+            p.grad = None if event.drop else self.program.gradient(number, self.rank, 99, event.at)
+
+    def state(self) -> dict[str, str]:
+        """Returns hashes of what the next steps depend on, by name. Zeros count as what is not allocated yet."""
+        saved = self.optimizer.state_dict()
+        state = [saved["state"], saved["ocomm"]["core"], saved["ocomm"]["masters"]]
+        own = self.optimizer._driver.core.rank_state()
+        return {name: digest([array]) for name, array in named_arrays([state, own]) if array.any()}
+
+    def values(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self.p]
+
+    def apply(self, event: Event, number: int) -> None:
+        """Applies what has an effect in the clean replay, too."""
+        match event:
+            case Freeze():
+                self.freeze(event)
+            case Hyper():
+                self.set_hyper(event)
+            case Write():
+                values = self.program.noise(SHAPES[event.at], "write", number, event.at)
+                self.write(event, values.to(self.p[event.at].dtype))
+            case Edit():
+                self.edit(event)
+            case Put():
+                self.put(event, number)
+
+    # One step, as the script has it
+
+    def noisy(self, number: int, step: Step) -> type[BaseException] | None:
+        self.optimizer.zero_grad(set_to_none=not step.zeros)
+        restores: list[Callable[[], None]] = []
+        for event in step.before:
+            if isinstance(event, Reload):
+                self.reload(event)
+            elif isinstance(event, Perturb):
+                restores.append(self.perturb(event, number))
+            else:
+                self.apply(event, number)
+
+        def closure() -> float:
+            passes = step.passes[self.rank]
+            for a_pass, used in enumerate(passes):
+                hold = step.no_sync and a_pass < len(passes) - 1
+                with self.optimizer.no_sync() if hold else contextlib.nullcontext():
+                    self.backward(number, step, a_pass, used)
+            return 0.0
+
+        if step.end == "closure":
+
+            def whole() -> float:
+                closure()
+                for restore in reversed(restores):
+                    restore()
+                return 0.0
+
+            self.optimizer.step(whole)
+            return None
+        mine = step.victim == self.rank
+        if step.end == "drop" and not mine:
+            self.dropped[number].wait(PATIENCE_S)
+        closure()
+        for restore in reversed(restores):
+            restore()
+        if self.program.setup.is_in_codes and any(isinstance(event, Edit) for event in step.between):
+            self.optimizer.synchronize()  # as a script must that uses gradients which a rank may lack
+        for event in step.between:
+            self.apply(event, number)
+        if step.end == "drop":
+            self.drop()
+            if mine:
+                self.dropped[number].set()
+            self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+            return None
+        if step.end == "clear" or (step.end == "skip" and mine):
+            if step.end == "skip" or not self.program.all_begin(step, self.p):
+                self.optimizer.skip()
+            self.optimizer.zero_grad()
+            return None
+        if step.end == "disagree" and mine:
+            self.set_hyper(Hyper("lr", 0.5))
+        try:
+            self.optimizer.step()
+        except NonFiniteError as error:
+            assert f"rank(s) [{step.victim}]" in str(error), f"step {number}: {error}"
+            return type(error)
+        except HorovodInternalError as error:
+            return type(error)
+        return None
+
+    def backward(self, number: int, step: Step, a_pass: int, used: tuple[int, ...]) -> None:
+        terms = []
+        is_last = a_pass == len(step.passes[self.rank]) - 1
+        factor = float("nan") if step.end == "nan" and step.victim == self.rank and is_last else 1.0
+        for i in used:
+            if self.p[i].requires_grad:
+                terms.append((self.p[i] * self.program.gradient(number, self.rank, a_pass, i)).sum().float() * factor)
+        if step.split:
+            for term in terms:
+                term.backward()
+        elif terms:
+            torch.stack(terms).sum().backward()
+
+    # The same step without what has no effect
+
+    def replay(self, number: int, step: Step) -> None:
+        for p in self.p:
+            if step.zeros and p.grad is not None:
+                p.grad = torch.zeros_like(p.grad)
+            else:
+                p.grad = None
+        for event in step.before:
+            self.apply(event, number)
+        for a_pass, used in enumerate(step.passes[self.rank]):
+            for i in used:
+                if self.p[i].requires_grad:
+                    new = self.program.gradient(number, self.rank, a_pass, i)
+                    grad = self.p[i].grad
+                    self.p[i].grad = new if grad is None else grad + new
+        is_taken = step.end in ("step", "closure")
+        if self.program.setup.is_in_codes and is_taken:
+            self.optimizer.synchronize()
+        for event in step.between:
+            self.apply(event, number)
+        if is_taken:
+            self.optimizer.step()
+        elif step.end == "drop":
+            self.drop()
+            self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+
+
+def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[threading.Event]) -> None:
+    """Runs the script and its replay, step by step, and compares them."""
+    noisy, clean = (Script(program, rank, is_clean, dropped) for is_clean in (False, True))
+    for number, step in enumerate(program.steps):
+        before = noisy.values()
+        raised = noisy.noisy(number, step)
+        if step.end == "disagree":
+            moves = raised is None and not any(p.requires_grad for p in noisy.p)
+            assert raised is MismatchError or moves, f"step {number}: {raised} where ranks disagree"
+            assert _same(noisy.values(), before) or step.before or step.between, f"step {number} has changed parameters"
+            return
+        has_trained = any(p.requires_grad for p in noisy.p)
+        expected = NonFiniteError if step.end == "nan" and has_trained else None
+        assert raised is expected, f"step {number}: raised {raised}, expected {expected}"
+        clean.replay(number, step)
+        for i, (found, wanted) in enumerate(zip(noisy.p, clean.p, strict=True)):
+            assert _same([found], [wanted]), (
+                f"step {number}: p[{i}] on rank {rank} is {found.detach().flatten()[:4].tolist()}, "
+                f"in the replay {wanted.detach().flatten()[:4].tolist()}"
+            )
+        core = noisy.optimizer._driver.core
+        said.append((core.is_synced, [p.detach().view(torch.uint8 if p.dim() else p.dtype).tolist() for p in noisy.p]))
+    differing = sorted(name for name, _ in noisy.state().items() ^ clean.state().items())
+    assert not differing, f"the states differ: {differing}"
+
+
+def _same(found: list[Any], wanted: list[Any]) -> bool:
+    return all(
+        torch.equal(
+            a.detach().view(torch.int16 if a.dtype is torch.bfloat16 else torch.int32),
+            b.detach().view(torch.int16 if b.dtype is torch.bfloat16 else torch.int32),
+        )
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def run(program: Program) -> None:
+    """Runs the program on all its ranks."""
+    setup = program.setup
+    flows.BUCKET_NUMEL = setup.bucket_numel
+    pipeline.SMALLEST_NBYTES = pipeline.SMALLEST_SHARE_NBYTES = 16
+    settings = Settings(
+        segment_nbytes=setup.segment_nbytes,
+        engine=setup.engine,
+        stall_check_s=PATIENCE_S / 4,
+        stall_shutdown_s=PATIENCE_S,
+        replica_check_steps=2,
+    )
+    dropped = [threading.Event() for _ in program.steps]
+    said: dict[int, list[Any]] = {rank: [] for rank in range(setup.ranks)}
+
+    def workload(_: Any) -> None:
+        rank = sessions.current().require_topology().rank
+        on_a_rank(program, rank, said[rank], dropped)
+
+    done = world.run(
+        workload, setup.ranks, settings, native=setup.engine == "native", hosts=setup.hosts, deadline_s=3 * PATIENCE_S
+    )
+    assert not done.stuck, f"{done.stuck} hang"
+    errors = [rank.error for rank in done.ranks]
+    first = next((e for e in errors if isinstance(e, AssertionError)), next((e for e in errors if e), None))
+    if first is not None:
+        raise first
+    for number, found in enumerate(zip(*said.values(), strict=True)):
+        if all(synced for synced, _ in found):
+            assert all(values == found[0][1] for _, values in found), f"step {number}: replicas differ"
