@@ -34,7 +34,6 @@ from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.compression import Compression
 from ocomm_torch.diloco import DiLoCo
 from ocomm_torch.loss_scaling import AveragesGradients, CollectiveStep
-from ocomm_torch.mpi_ops import grouped_allreduce_
 from ocomm_torch.onebit import OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
 from ocomm_torch.parameters import copied
@@ -313,15 +312,11 @@ class Auto(HasRankState):
                 yield
 
     def finish(self) -> None:
-        """Makes the parameters of all ranks equal at the end of the run: by a last sync of DiLoCo, or an average of
-        what 0/1 Adam has between syncs. With other methods they are equal. Collective.
+        """Makes the parameters of all ranks equal at the end of the run, by a last sync of DiLoCo or of 0/1 Adam. With
+        other methods they are equal. Collective.
         """
-        if isinstance(self._optimizer, DiLoCo):
+        if isinstance(self._optimizer, (DiLoCo, ZeroOneAdam)):
             self._optimizer.finish()
-        elif isinstance(self._optimizer, ZeroOneAdam) and not self._optimizer.compression_report()["synced"]:
-            parameters = [p.detach() for group in self.param_groups for p in group["params"]]
-            grouped_allreduce_(parameters, name="DistributedAuto.finish", process_set=self.process_set)
-            self._optimizer._driver.note_equal()
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:

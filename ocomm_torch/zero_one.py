@@ -14,6 +14,7 @@ from ocomm.optim.zero_one_adam import ZeroOneAdamOptions
 from ocomm.training.common import Common
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
 from ocomm_torch.adam import AdamWrapper
+from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import documented
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import chosen_ranks
@@ -27,9 +28,9 @@ class ZeroOneAdam(AdamWrapper):
     """Data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per parameter from the second step on, later not at every step.
 
     Between syncs each rank steps by itself, and parameters differ between ranks, so evaluate and save after a sync;
-    ``compression_report()["synced"]`` is True then. ``total_steps`` chooses when syncs become rare, and makes the last
-    step one. After a warm start v counts as refreshed in each of the checkpoint's steps, and the schedules continue
-    from its step count. In the hierarchical form the ranks of a host step together.
+    ``compression_report()["synced"]`` is True then. ``finish()`` syncs at any time. ``total_steps`` chooses when syncs
+    become rare, and makes the last step one. After a warm start v counts as refreshed in each of the checkpoint's
+    steps, and the schedules continue from its step count. In the hierarchical form the ranks of a host step together.
 
     ``step`` changes parameters in place, identically on all ranks at a sync, or changes nothing on any. Making the
     optimizer and its steps are collective.
@@ -90,6 +91,26 @@ class ZeroOneAdam(AdamWrapper):
         super().__init__(
             optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start, memory
         )
+
+    @eager
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Syncs what the steps since the last sync have added up; all ranks have the same parameters then. Collective.
+
+        Call it on all ranks after the last step, before the model is saved or evaluated. It is no step, and reads no
+        gradient; after a sync it does nothing. Training may go on after it: the next sync is due as after any other.
+
+        Raises:
+            InvalidRequestError: Called between backward and ``step()``.
+            NonFiniteError: What the steps have added up overflows on some rank; nothing was changed.
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
+        self._find_parameters()
+        self._placement.arrive()
+        self._masters.follow()
+        self._driver.finish()
+        self._placement.leave()
+        self._masters.write()
 
 
 DistributedZeroOneAdam = ZeroOneAdam

@@ -143,6 +143,8 @@ class ZeroOneAdam(Core):
                 "lr, betas, eps, weight decay, or in a step since the last sync lr, weight decay or the tensors with "
                 "gradients differ between ranks"
             )
+        #: True while the ranks exchange a sync that is no step; ``end_interval`` commits it.
+        self.ends_interval = False
         self.mask_refresh = options.mask_refresh
         self.preconditioner = Preconditioner(layout, options.variance_floor, self.param_memory)
         #: Numbers of steps taken, of syncs among them, and of steps that averaged nothing but the gradients of late
@@ -247,6 +249,8 @@ class ZeroOneAdam(Core):
 
     def exchange(self) -> Exchange:
         compressed = self.stage == Stage.COMPRESSED
+        if self.ends_interval:
+            return Exchange(compressed, np.zeros_like(compressed))
         dense = self.stage == Stage.DENSE
         local = None if self.is_sync else compressed
         return Exchange(compressed & self.is_sync, dense | (compressed & self.is_refresh), local)
@@ -329,6 +333,22 @@ class ZeroOneAdam(Core):
         elif self.step > 1:
             self.local_steps += 1
         self._free_variance()
+
+    @property
+    def has_left_sync(self) -> bool:
+        """True if a step was taken since the last sync. The same on all ranks, which count their steps alike."""
+        return self.step > self.syncs.last_sync
+
+    def end_interval(self) -> None:
+        """Commits a sync that is no step: what the local steps have added up since the last sync was exchanged, with
+        learning rates of 0 and without gradients.
+        """
+        met = (self.stage == Stage.COMPRESSED) & (self._interval_lr.astype(np.float32) > 0)
+        self._end_sync(met)
+        self.tensors["skip"] = 1
+        if met.any():
+            self.syncs.synced(self.step)
+            self.sync_steps += 1
 
     def commit_silent(self, present: Bools, moves: bool) -> None:
         """Takes a step in which nothing was sent.

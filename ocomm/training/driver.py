@@ -371,7 +371,7 @@ class Driver:
             if self.core.sends_rates or (hyper, self.core.gradient_scale) != self._compress_hyper:
                 self._set_hyper(groups, hyper)
             early = not self.clipping.needs_round and not self._at_start
-            self.stepper.begin(_hyper_digest(hyper), early)
+            self.stepper.begin(hyper_digest(hyper), early)
 
     def step(self, changed: Callable[[], bool], before_take: Callable[[], object] | None = None) -> StepOutcome:
         """Exchanges gradients, and takes the step if all ranks do. ``changed()`` returns True if the script has changed
@@ -381,7 +381,7 @@ class Driver:
         self.begin()
         if changed() or (not self.stepper.objections & _CHANGED and self.stepper.buckets.changed_tensors()):
             self.stepper.object(Flag.CHANGED | Flag.EDITED)
-        return self._end()
+        return self._end(self._exchange)
 
     def skip(self, overflow: bool = False) -> StepOutcome:
         """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
@@ -389,11 +389,12 @@ class Driver:
         """
         self.begin()
         self.stepper.object(Flag.SKIP | Flag.NON_FINITE if overflow else Flag.SKIP)
-        return self._end()
+        return self._end(self._exchange)
 
-    def _end(self) -> StepOutcome:
+    def _end(self, exchange: Callable[[], StepOutcome]) -> StepOutcome:
+        """Calls ``exchange``. Raises MismatchError that names what differs if it finds that the replicas do."""
         try:
-            return self._exchange()
+            return exchange()
         except ReplicasDifferError as error:
             within = self.session.settings.replica_check_steps
             difference = first_difference(self.session, self.number, f"{self.name}.drift", self._replicated(), "hold")
@@ -411,7 +412,7 @@ class Driver:
         groups = self.groups()
         hyper, lr = self.compress_hyper(groups), groups[0].lr
         if self.clipping.needs_round:
-            outcome = self.stepper.agree_on_norm(_hyper_digest(hyper), lr)
+            outcome = self.stepper.agree_on_norm(hyper_digest(hyper), lr)
             if outcome is not None:
                 return outcome
             self.core.gradient_scale = self.clipping.factor(self.stepper.norm)
@@ -422,8 +423,8 @@ class Driver:
         elif self.has_part_of_norm and not self.clipping.is_on:
             norm_of = NormOf.AVERAGES
         outcome = self.stepper.exchange(
-            _hyper_digest(hyper),
-            _hyper_digest(self.full_hyper(groups)),
+            hyper_digest(hyper),
+            hyper_digest(self.full_hyper(groups)),
             lr,
             self._announcement,
             lambda: self._set_hyper(groups, hyper),
@@ -726,7 +727,7 @@ class Driver:
 
 
 @lru_cache(maxsize=8)  # hyperparameters are most often those of the last step
-def _hyper_digest(values: Hashable) -> int:
+def hyper_digest(values: Hashable) -> int:
     """Returns the same hash for values that compare equal, such as 0, 0.0 and -0.0, because the cache holds one for all
     of them.
     """

@@ -19,6 +19,7 @@ from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training.adam import AdamDriver, MomentsFrontend
 from ocomm.training.common import Common
+from ocomm.training.driver import hyper_digest
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
@@ -28,9 +29,9 @@ def _why_apart(total_steps: int | None, steps: int) -> str:
     """Returns why the ranks' parameters differ after ``steps`` steps, and what to change."""
     told = "total_steps was not given" if total_steps is None else f"total_steps is {total_steps}"
     return (
-        f"the run ended with step {steps}, which was no sync, so the ranks' parameters differ, unless something has "
-        f"made them equal since: {told}. Pass total_steps={steps}, with which the last step is a sync, or end the run "
-        "where compression_report()['synced'] is True."
+        f"the run ended with step {steps}, which was no sync, and without finish() after it, so the ranks' parameters "
+        f"differ, unless something has made them equal since: {told}. Call finish() on all ranks after the last step, "
+        f"or pass total_steps={steps}, with which the last step is a sync."
     )
 
 
@@ -81,13 +82,61 @@ class ZeroOneAdamDriver(AdamDriver):
         found, counted = super().full_hyper(groups), self.core.interval_hyper
         return (found, *counted) if counted else found
 
+    def finish(self) -> None:
+        """Syncs now what the steps since the last sync have added up, if there were any: all ranks have the same
+        parameters then. It is no step, and averages no gradient. Collective.
+
+        Raises:
+            InvalidRequestError: Called between backward and ``step()``.
+            NonFiniteError: What the steps have added up overflows on some rank; nothing was changed.
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
+        self.require_idle("finish()")
+        core = self.core
+        if not core.has_left_sync:
+            return
+        if self._at_start:
+            self._start()
+        core.ends_interval = True
+        try:
+            self._end(self._sync)
+        finally:
+            core.ends_interval = False
+
+    def _sync(self) -> StepOutcome:
+        core, stepper = self.core, self.stepper
+        # With learning rates of 0 a sync adds nothing to what the steps before it have added up.
+        groups = [replace(group, lr=0.0) for group in self.groups()]
+        hyper = self.compress_hyper(groups)
+        self._set_hyper(groups, hyper)
+        # The last number says that this is no step, to a rank that takes one whose rates are 0.
+        compressed_with, everything = (hyper_digest((found, -1.0)) for found in (hyper, self.full_hyper(groups)))
+        stepper.begin(compressed_with, early=False)
+        stepper.buckets.locate_none()
+        outcome = self._vote_after_silence(partial(stepper.exchange, compressed_with, everything, 0.0, 0, lambda: None))
+        assert outcome is StepOutcome.TAKE, "a rank has skipped a sync that is no step"
+        stepper.traffic.uncount(self.dense_nbytes)
+        self._loaded_replica = None
+        try:
+            core.end_interval()
+            self._wake()
+        except BaseException as error:  # some parameters may have changed already
+            stepper.give_up(error)
+            raise
+        self.note_equal()
+        return outcome
+
     def _exchange(self) -> StepOutcome:
         if self.core.is_silent:
             return self._step_silently()
+        return self._vote_after_silence(super()._exchange)
+
+    def _vote_after_silence(self, exchange: Callable[[], StepOutcome]) -> StepOutcome:
+        """Calls ``exchange``, which votes, and tells the ranks of steps without a vote that changed nothing."""
         if self._was_idle:
             self.stepper.object(Flag.IDLE)
         try:
-            return super()._exchange()
+            return exchange()
         finally:
             self._was_idle = False
             if self.stepper.idle_ranks and self.core.rank == 0:

@@ -225,13 +225,22 @@ def test_a_run_of_zero_one_adam_that_ends_between_syncs_ends_with_a_warning(
     *earlier, said = warnings_of(caplog.records)
     over = "total_steps=20 is over and the run goes on, with syncs up to 4 steps apart. total_steps counts the"
     assert [over in each for each in earlier] == [True] * (total_steps == 20)
-    assert said.startswith("DistributedZeroOneAdam: the run ended with step 39, which was no sync, so the ranks'")
-    assert f"{told}. Pass total_steps=39, with which the last step is a sync, or end the run where" in said
+    assert said.startswith(
+        "DistributedZeroOneAdam: the run ended with step 39, which was no sync, and without finish()"
+    )
+    assert f"{told}. Call finish() on all ranks after the last step, or pass total_steps=39, with which the" in said
 
 
-def test_a_run_of_zero_one_adam_that_ends_with_a_sync_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("finishes", [False, True])
+def test_a_run_of_zero_one_adam_that_ends_with_a_sync_is_not_warned(
+    finishes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     def body(session: Session) -> None:
-        step_apart(DistributedZeroOneAdam(torch.optim.Adam([torch.nn.Parameter(torch.ones(40))]), total_steps=39), 39)
+        adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(40))])
+        optimizer = DistributedZeroOneAdam(adam, total_steps=40 if finishes else 39)
+        step_apart(optimizer, 39)
+        if finishes:
+            optimizer.finish()
 
     run_ranks(2, body)
     assert not warnings_of(caplog.records)

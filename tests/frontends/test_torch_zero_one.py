@@ -15,6 +15,7 @@ from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch import DistributedOneBitAdam, DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, train
+from tests.oracle.clipping import Clipping
 from tests.oracle.zero_one_adam import Simulation, simulate
 from tests.tiers import few
 from tests.worlds import run_ranks
@@ -215,6 +216,145 @@ def test_all_ranks_hold_the_same_parameters_after_every_sync_and_only_then() -> 
     equal = [len(set(each)) == 1 for each in zip(*digests, strict=True)]
     assert equal == reports[0] == reports[1] == reports[2]
     assert equal[:13] == [True] * 13 and not all(equal)
+
+
+# A sync that is no step
+
+#: The first step of ``SHORT`` that is a sync after a local step.
+SHORT_SYNC = 15
+#: Finishes after the first step, after syncs, within intervals of 2 and of 4 steps, and twice in a row.
+FINISHES = (1, 5, 17, 18, 26, 32, 32, 40)
+
+
+def with_finishes(steps: int, ranks: int, grads: Grads = gradients, **settings: Any) -> list:
+    digests: list[list[str]] = [[] for _ in range(ranks)]
+    simulation = Simulation(initial(), ranks, **{"lr": 1e-2, **settings})
+    for step in range(1, steps + 1):
+        simulation.step([grads(step, rank) for rank in range(ranks)])
+        for _ in range(FINISHES.count(step)):
+            simulation.finish()
+        for worker, of_worker in enumerate(digests[: len(simulation.nodes)]):
+            of_worker.append(digest(simulation.params_of(worker)))
+    return [digests, simulation]
+
+
+def finishing(optimizer: Any) -> None:
+    for _ in range(FINISHES.count(optimizer.compression_report()["step"])):
+        optimizer.finish()
+        assert optimizer.compression_report()["synced"]
+
+
+@pytest.mark.parametrize("kind", ADAMS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vote": "sync"}, {"overlap": False}, {"max_grad_norm": 1.0}, {"mask_refresh": 3}, {"dense_bits": 8}],
+    ids=str,
+)
+def test_finish_is_the_simulations_sync_and_the_run_goes_on_bit_for_bit(kind: str, options: dict[str, Any]) -> None:
+    make, settings = ADAMS[kind]
+    settings = {**settings, **{k: v for k, v in options.items() if k in ("mask_refresh", "dense_bits")}}
+    if "max_grad_norm" in options:
+        settings["clipping"] = Clipping(options["max_grad_norm"], previous=False)
+    results = trained(3, 45, make=make, watch=finishing, **SHORT, **options)
+    expected, simulation = with_finishes(45, 3, **settings, **SHORT)
+    assert [result["digests"] for result in results] == expected
+    for step in set(FINISHES):
+        assert len({result["digests"][step - 1] for result in results}) == 1, step
+    for result in results:
+        report = result["report"]
+        assert report["step"] == 45 and report["syncs"] == simulation.syncs
+        assert (report["local_steps"], report["refreshes"]) == (simulation.local_steps, simulation.refreshes)
+
+
+def test_the_ranks_of_a_node_finish_as_one_worker() -> None:
+    def body(session: Session) -> Any:
+        job = {"hierarchical": True, "wrap": DistributedZeroOneAdam, "hash_state": state_digest, **SHORT}
+        return train(rank_of(session), 45, watch=finishing, **job)
+
+    expected, _ = with_finishes(45, 4, nodes=[3, 1], **SHORT)
+    results = [result["digests"] for result in run_ranks(4, body, hosts="aaab")]
+    assert results == [expected[0], expected[0], expected[0], expected[1]]
+
+
+def test_finish_reads_no_gradient_that_backward_has_left() -> None:
+    def body(session: Session) -> Any:
+        rank = rank_of(session)
+
+        def leave(optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.full_like(parameter, float("nan"))
+            finishing(optimizer)
+            optimizer.param_groups[0]["params"][0].grad = None
+
+        return train(rank, 45, wrap=DistributedZeroOneAdam, hash_state=state_digest, watch=leave, **SHORT)
+
+    assert [result["digests"] for result in run_ranks(2, body)] == with_finishes(45, 2, **SHORT)[0]
+
+
+def test_rows_and_tensors_that_come_late_go_on_after_finish_as_in_the_simulation() -> None:
+    results = trained(3, 45, grads=sparse, watch=finishing, **SHORT)
+    expected, _ = with_finishes(45, 3, grads=sparse, **SHORT)
+    assert [result["digests"] for result in results] == expected
+
+
+def test_a_state_that_is_saved_after_finish_goes_on_bit_for_bit() -> None:
+    def body(session: Session) -> Any:
+        rank = rank_of(session)
+        saved: dict[str, Any] = {}
+
+        def look(optimizer: Any) -> None:
+            finishing(optimizer)
+            if optimizer.compression_report()["step"] == 26:
+                saved["state"], saved["own"] = optimizer.state_dict(), optimizer.rank_state_dict()
+                saved["parameters"] = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+
+        whole = train(rank, 45, wrap=DistributedZeroOneAdam, hash_state=state_digest, watch=look, **SHORT)
+        parameters = [torch.nn.Parameter(p) for p in saved["parameters"]]
+        names = [f"tensor.{number}" for number in range(len(parameters))]
+        adam = torch.optim.Adam(parameters, lr=1e-2, foreach=False)
+        optimizer = DistributedZeroOneAdam(adam, zip(names, parameters, strict=True), **SHORT)
+        optimizer.load_state_dict(saved["state"])
+        optimizer.load_rank_state_dict(saved["own"])
+        optimizer.finish()  # which is over
+        for step in range(27, 46):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank), range(len(parameters)))
+            optimizer.step()
+            finishing(optimizer)
+        return whole["digests"][-1], digest([p.detach().numpy() for p in parameters])
+
+    for whole, resumed in run_ranks(2, body):
+        assert whole == resumed
+
+
+def test_finish_between_backward_and_step_is_refused_and_leaves_the_step() -> None:
+    def body(session: Session) -> Any:
+        def early(step: int, rank: int, parameters: list[torch.Tensor], optimizer: Any) -> None:
+            with pytest.raises(InvalidRequestError, match=r"finish\(\) was called between backward and step\(\)"):
+                optimizer.finish()
+
+        return train(
+            rank_of(session), 20, wrap=DistributedZeroOneAdam, hash_state=state_digest, before_step=early, **SHORT
+        )
+
+    assert [result["digests"] for result in run_ranks(2, body)] == simulated(20, 2, **SHORT)[0]
+
+
+def test_a_rank_that_finishes_while_another_steps_is_an_error_on_both() -> None:
+    def body(session: Session) -> str:
+        rank = rank_of(session)
+
+        def stop(optimizer: Any) -> None:
+            if rank == 1 and optimizer.compression_report()["step"] == SHORT_SYNC - 1:
+                optimizer.finish()
+
+        with pytest.raises(MismatchError) as found:
+            train(rank, 20, wrap=DistributedZeroOneAdam, hash_state=state_digest, watch=stop, **SHORT)
+        return str(found.value)
+
+    for said in run_ranks(2, body):
+        assert "lr" in said and "rank" in said, said
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])

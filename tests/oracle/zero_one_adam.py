@@ -19,6 +19,8 @@ between syncs, too. What the algorithm leaves open is decided here:
   that the next refresh does not mask it again. A refresh that would mask all of a tensor leaves its mask alone.
 - **A tensor that nobody has a gradient for** keeps its state. Only at a sync it moves nevertheless, with a gradient of
   0, if it took steps since the last one: after a sync all workers hold the same parameters.
+- **finish** is such a sync of all tensors with a learning rate of 0, and no step: it counts in no schedule but as the
+  last sync. A tensor that still takes dense steps, or none, has no part in it.
 - **A tensor whose sum of learning rates is 0** takes a local step where the others sync. If that is so for all of them,
   the step is no sync, and the interval goes on.
 """
@@ -186,6 +188,18 @@ class Simulation:
                 self._wake()
         elif self.t > 1:
             self.local_steps += 1
+
+    def finish(self) -> None:
+        """A sync now, which is no step: the exchange of what the steps since the last sync have added up."""
+        self.factor, self.one_minus_beta1 = 1.0, F(1 - self.beta1)
+        pending = [x for x in self.tensors if x.stage == "compressed" and F(x.interval_lr) > 0]
+        for x in pending:
+            self._sync_step(x, [np.zeros(x.synced.size, F) for _ in self.nodes], 0.0)
+        if pending:
+            self.last_sync = self.t
+            self.syncs += 1
+            if self.syncs % self.mask_refresh == 0:
+                self._wake()
 
     # Gradients
 
