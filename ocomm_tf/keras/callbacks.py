@@ -423,6 +423,43 @@ class DiLoCoCallback(_Callback):
         self._optimizer.finish()
 
 
+class FinishCallback(_Callback):
+    """Makes the variables of all ranks equal at the end of ``fit``, by ``finish()`` of the optimizers that have it: 0/1
+    Adam and DiLoCo. Collective. For other optimizers it does nothing.
+
+    Put it before callbacks that save.
+
+    Args:
+        equal_replicas: Whether validation, ``evaluate`` and what callbacks save at the end of an epoch are to see equal
+            variables, too: ``finish()`` is then called before each of them.
+    """
+
+    def __init__(self, equal_replicas: bool = False) -> None:
+        super().__init__(None)
+        self.equal_replicas = equal_replicas
+
+    def _finish(self) -> None:
+        optimizer = self.model.optimizer
+        for one in optimizers_inside(optimizer) or [optimizer]:
+            inner = one.inner_optimizer if isinstance(one, LossScaleOptimizer) else one
+            if hasattr(inner, "finish"):
+                inner.finish()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Makes the variables equal, if asked for."""
+        if self.equal_replicas:
+            self._finish()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Makes the variables equal, if asked for."""
+        if self.equal_replicas:
+            self._finish()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Makes the variables equal."""
+        self._finish()
+
+
 class CompressionReportCallback(_OfThisKeras):
     """Adds the numbers of the optimizer's ``compression_report()`` to ``logs`` at the end of every epoch, as
     ``"ocomm/ratio"`` and so on. Not collective.

@@ -399,8 +399,12 @@ class CompressedAdam(Compressed):
         frontend: KerasFrontend = self._frontend
         iterations = int(self.iterations.numpy())
         self._follow_moments(iterations)
-        if self._noted[1:] == (iterations, frontend.driver.steps):  # compression would not give back the same bits
-            return
+        if self._noted[1:] != (iterations, frontend.driver.steps):  # compression would not give back the same bits
+            self._write_moments(iterations)
+
+    def _write_moments(self: Any, iterations: int) -> None:
+        """Writes m and v into the wrapped optimizer's variables, after it has made ``iterations``."""
+        frontend: KerasFrontend = self._frontend
         to_host = frontend.driver.core.param_memory.host
         for number, entry in enumerate(frontend.entries):
             saved, warming = frontend.driver.saved_moments(number), frontend.moments(number)
@@ -492,6 +496,10 @@ class _AgreedLossScale(Distributed):
     def gather_moments(self: Any) -> None:
         """Does what the inner optimizer's ``gather_moments`` does."""
         self.inner_optimizer.gather_moments()
+
+    def finish(self: Any) -> None:
+        """Does what the inner optimizer's ``finish`` does."""
+        self.inner_optimizer.finish()
 
     def compression_report(self: Any) -> dict[str, Any]:
         """Returns the report of the inner optimizer."""

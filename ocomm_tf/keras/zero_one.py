@@ -18,6 +18,26 @@ class _ZeroOneAdam(CompressedAdam):
     ocomm_core = ZeroOneAdam
     ocomm_driver = ZeroOneAdamDriver
 
+    def finish(self: Any) -> None:
+        """Syncs what the steps since the last sync have added up; all ranks have the same variables then. Collective,
+        not in a graph.
+
+        Call it on all ranks after the last step, before the model is saved or evaluated. It is no step; after a sync,
+        and before the first step, it does nothing. Training may go on after it.
+
+        Raises:
+            NonFiniteError: What the steps have added up overflows on some rank; nothing was changed.
+            HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
+        """
+        frontend = self._frontend
+        if frontend is None:
+            return
+        self._export_moments()
+        frontend.read(self._trainable_variables)
+        frontend.driver.finish()
+        frontend.write(self._trainable_variables)
+        self._write_moments(int(self.iterations.numpy()))
+
 
 @documented(ZeroOneAdamOptions, optimizer=ADAM)
 def DistributedZeroOneAdam(
@@ -52,16 +72,17 @@ def DistributedZeroOneAdam(
     """Wraps Adam for data-parallel 0/1 Adam (arXiv 2202.06009): 1 bit per element from the second step on, later not at
     every step.
 
-    Between syncs variables differ between ranks; ``compression_report()["synced"]`` is True if they do not. Steps
-    follow Torch's formula, which adds epsilon to sqrt(v_hat), and are collective.
+    Between syncs variables differ between ranks; ``compression_report()["synced"]`` is True if they do not.
+    ``finish()`` syncs at any time, and ``callbacks.FinishCallback`` calls it at the end of ``fit``. Steps follow
+    Torch's formula, which adds epsilon to sqrt(v_hat), and are collective.
 
     Args:
         {arguments}
 
     Returns:
-        An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
-        Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the model's
-        variables, and call ``model.load_weights(file)``; errors start at zero.
+        An optimizer of a subclass with the same name, with ``finish()``. A model that is saved with it loads without
+        ocomm, and a plain Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on
+        the model's variables, and call ``model.load_weights(file)``; errors start at zero.
 
     Raises:
         InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
