@@ -419,6 +419,11 @@ class CompressedOptimizer(HasRankState):
         self._inner.__dict__.update(STEPPED)
         return loss
 
+    @property
+    def has_begun(self) -> bool:
+        """True if backward has begun a step that was neither taken nor skipped."""
+        return self._stepper.begun
+
     # Horovod's calls that this optimizer cannot have
 
     def synchronize(self) -> None:

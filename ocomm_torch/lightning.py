@@ -36,6 +36,8 @@ _environments: Any = importlib.import_module(f"{_FABRIC}.plugins.environments")
 _rank_zero: Any = importlib.import_module(f"{_PYTORCH}.utilities.rank_zero")
 _optimizer: Any = importlib.import_module(f"{_PYTORCH}.core.optimizer")
 DDPStrategy: Any = _strategies.DDPStrategy
+Callback: Any = importlib.import_module(f"{_PYTORCH}.callbacks").Callback
+GradientAccumulationScheduler: Any = importlib.import_module(f"{_PYTORCH}.callbacks").GradientAccumulationScheduler
 ClusterEnvironment: Any = _environments.ClusterEnvironment
 LightningEnvironment: Any = _environments.LightningEnvironment
 MPIEnvironment: Any = _environments.MPIEnvironment
@@ -112,10 +114,13 @@ class OcommStrategy(DDPStrategy):
 
     The Trainer's ``gradient_clip_val`` becomes ``max_grad_norm`` of a 1-bit optimizer, its number of steps
     ``total_steps``, and gradients that it accumulates stay on their rank until the last batch of a step. Checkpoints
-    have a folder beside them, ``NAME.ckpt.ranks``, with what only one rank has of a 1-bit optimizer.
+    have a folder beside them, ``NAME.ckpt.ranks``, with what only one rank has of a 1-bit optimizer. At the end of
+    ``fit``, however it ends but by an error, all ranks have the same parameters: 0/1 Adam and DiLoCo ``finish()``.
 
     Args:
         {arguments}
+        equal_replicas: Whether validation and checkpoints are to see equal replicas, too: ``finish()`` is then also
+            called before each of them.
         accelerator: As in ``DDPStrategy``.
         parallel_devices: As in ``DDPStrategy``.
         cluster_environment: As in ``DDPStrategy``; None for the launcher's, and Lightning's own launcher without one.
@@ -136,6 +141,7 @@ class OcommStrategy(DDPStrategy):
         self,
         optimizer: str | Callable[..., Any] = "onebit_adam",
         *,
+        equal_replicas: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -147,7 +153,10 @@ class OcommStrategy(DDPStrategy):
     ) -> None:
         self._wrapper = trainers.wrapper_of(optimizer)
         self._options = options
+        self.equal_replicas = equal_replicas
         self._loaded_from: Any = None
+        #: The checkpoint from which the fit goes on that is being set up; None for none.
+        self._goes_on_from: Mapping[str, Any] | None = None
         if cluster_environment is None:
             cluster_environment = OcommEnvironment() if _has_launcher() else LightningEnvironment()
         super().__init__(
@@ -228,16 +237,33 @@ class OcommStrategy(DDPStrategy):
         """Makes the module's optimizers, and wraps them. Collective."""
         self.optimizers = list[Any]()  # those of a fit before this one must be gone with their hooks
         super().setup_optimizers(trainer)
+        if not any(isinstance(callback, _Finishing) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, _Finishing())  # others read parameters, and put averages in their place
+        checkpoint, self._goes_on_from = self._goes_on_from if trainer.ckpt_path else None, None
+        states = checkpoint["optimizer_states"] if checkpoint else [None] * len(self.optimizers)
         named = list(self.lightning_module.named_parameters())
+
+        def left() -> int | None:
+            return _steps_left(trainer, checkpoint, len(states))
+
         self.optimizers = [
-            optimizer if isinstance(optimizer, _optimizer._MockOptimizer) else self._wrapped(optimizer, named, trainer)
-            for optimizer in self.optimizers
+            optimizer
+            if isinstance(optimizer, _optimizer._MockOptimizer)
+            else self._wrapped(optimizer, named, trainer, left, state)
+            for optimizer, state in zip(self.optimizers, states, strict=True)
         ]
 
-    def _wrapped(self, optimizer: Any, named: list[tuple[str, Any]], trainer: Any) -> Any:
+    def _wrapped(
+        self,
+        optimizer: Any,
+        named: list[tuple[str, Any]],
+        trainer: Any,
+        left: Callable[[], int | None],
+        state: Mapping[str, Any] | None,
+    ) -> Any:
         def total_steps() -> int | None:
-            steps = trainer.estimated_stepping_batches
-            return int(steps) if math.isfinite(steps) and steps > 0 else None
+            steps = left()
+            return None if steps is None else max(trainers.steps_in(state, self._wrapper) + steps, 1)
 
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         return trainers.wrap(
@@ -267,6 +293,16 @@ class OcommStrategy(DDPStrategy):
             yield
 
     # Evaluation
+
+    def finish(self) -> None:
+        """Makes the parameters of all ranks equal, by ``finish()`` of the optimizers that have it. Collective."""
+        trainers.finish(self.optimizers)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the model's state for a checkpoint. Collective if replicas are made equal for it."""
+        if self.equal_replicas and not self.lightning_module.trainer.interrupted:
+            self.finish()
+        return super().lightning_module_state_dict()
 
     def _share_buffers(self) -> None:
         """Gives all ranks the buffers of rank 0, such as the means of BatchNorm, as DDP does it. Collective.
@@ -335,7 +371,9 @@ class OcommStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint; notes where it was for ``load_optimizer_state_dict``."""
         self._loaded_from = checkpoint_path
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._goes_on_from = checkpoint if "optimizer_states" in checkpoint else None
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' states, and what each rank has saved beside the checkpoint. Collective.
@@ -359,6 +397,60 @@ class OcommStrategy(DDPStrategy):
 
         for done in trainers.load_rank_states(self.optimizers, read, name, hvd.size()):
             _rank_zero.rank_zero_info(f"ocomm: rank states {done['rank_state']} {done['why']}".rstrip())
+
+
+class _Finishing(Callback):
+    """The first callback of a Trainer: makes replicas equal before others look at parameters."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called before the strategy's ``on_train_end``. Collective."""
+        trainer.strategy.finish()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called before the strategy's ``on_validation_start``. Collective."""
+        if trainer.strategy.equal_replicas:
+            trainer.strategy.finish()
+
+
+def _steps_left(trainer: Any, checkpoint: Mapping[str, Any] | None, optimizers: int) -> int | None:
+    """Returns the number of steps that each optimizer takes in a fit; None if it is not known.
+
+    Args:
+        trainer: The Trainer, which has trained before if this is not its first fit.
+        checkpoint: From which the fit goes on; None if it does not.
+        optimizers: The number of optimizers. In manual optimization each is taken to step once for each batch, and
+            ``max_steps`` counts the steps of all.
+    """
+    trainer.estimated_stepping_batches  # noqa: B018, sets up the loader
+    loop, batches, limit = trainer.fit_loop, trainer.num_training_batches, math.inf
+    is_automatic = trainer.lightning_module.automatic_optimization
+    if checkpoint is None:
+        steps, epoch, done = trainer.global_step, loop.epoch_progress.current.processed, 0
+    else:
+        steps, loops = checkpoint["global_step"], checkpoint["loops"]["fit_loop"]
+        epoch = loops["epoch_progress"]["current"]["processed"]
+        is_inside = loops["epoch_progress"]["current"]["ready"] > epoch
+        done = loops["epoch_loop.batch_progress"]["current"]["ready"] if is_inside else 0
+    if trainer.max_steps != -1:
+        limit = max(trainer.max_steps - steps, 0)
+        limit = limit if is_automatic else -(-limit // optimizers)
+    found = math.inf
+    if trainer.max_epochs != -1 and math.isfinite(batches):
+        found = 0
+        for number in range(epoch, trainer.max_epochs):
+            passes = _passes_in(trainer, number)
+            found += -(-batches // passes) - (done // passes if number == epoch else 0)
+    found = min(found, limit)
+    return int(found) if math.isfinite(found) else None
+
+
+def _passes_in(trainer: Any, epoch: int) -> int:
+    """Returns the number of batches whose gradients are added for a step in an epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            passes: int = callback.get_accumulate_grad_batches(epoch)
+            return passes
+    return int(trainer.accumulate_grad_batches)
 
 
 _CLIPPING = "Trainer(gradient_clip_val=...)"

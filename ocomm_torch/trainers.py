@@ -105,6 +105,31 @@ def wrap(
     return wrapper(optimizer, named + others, **chosen)
 
 
+def finish(optimizers: Iterable[Any]) -> None:
+    """Makes the parameters of all ranks equal, by ``finish()`` of the optimizers that step locally between syncs.
+    Gradients of a backward pass whose step never came are left out. Collective.
+    """
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "finish"):
+            continue
+        if isinstance(optimizer, CompressedOptimizer) and optimizer.has_begun:
+            optimizer.skip()
+        optimizer.finish()
+
+
+def steps_in(state: Mapping[str, Any] | None, wrapper: Callable[..., Any]) -> int:
+    """Returns the number of steps that an optimizer of ``wrapper`` has counted once it has loaded ``state``, a
+    ``state_dict()`` of its own or of a plain optimizer; 0 for None.
+    """
+    if state is None:
+        return 0
+    if "ocomm" in state:
+        return int(state["ocomm"]["steps"])
+    # 0/1 Adam begins its schedules anew after a plain Adam.
+    counts = [int(entry["step"]) for entry in state["state"].values() if "step" in entry]
+    return 0 if wrapper is DistributedZeroOneAdam else max(counts, default=0)
+
+
 def has_clipped(optimizer: Any, max_norm: float, norm_type: float, setting: str) -> bool:
     """Returns True if the optimizer itself clips its gradients in this way, False if a trainer may clip them.
 
