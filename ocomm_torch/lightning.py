@@ -36,8 +36,10 @@ _environments: Any = importlib.import_module(f"{_FABRIC}.plugins.environments")
 _rank_zero: Any = importlib.import_module(f"{_PYTORCH}.utilities.rank_zero")
 _optimizer: Any = importlib.import_module(f"{_PYTORCH}.core.optimizer")
 DDPStrategy: Any = _strategies.DDPStrategy
-Callback: Any = importlib.import_module(f"{_PYTORCH}.callbacks").Callback
-GradientAccumulationScheduler: Any = importlib.import_module(f"{_PYTORCH}.callbacks").GradientAccumulationScheduler
+_callbacks: Any = importlib.import_module(f"{_PYTORCH}.callbacks")
+Callback: Any = _callbacks.Callback
+GradientAccumulationScheduler: Any = _callbacks.GradientAccumulationScheduler
+StochasticWeightAveraging: Any = _callbacks.StochasticWeightAveraging
 ClusterEnvironment: Any = _environments.ClusterEnvironment
 LightningEnvironment: Any = _environments.LightningEnvironment
 MPIEnvironment: Any = _environments.MPIEnvironment
@@ -295,8 +297,19 @@ class OcommStrategy(DDPStrategy):
     # Evaluation
 
     def finish(self) -> None:
-        """Makes the parameters of all ranks equal, by ``finish()`` of the optimizers that have it. Collective."""
+        """Makes the parameters of all ranks equal, by ``finish()`` of the optimizers that have it. Averages over the
+        ranks what callbacks such as WeightAveraging have averaged of parameters that differed. Collective.
+        """
         trainers.finish(self.optimizers)
+        if any(hasattr(optimizer, "finish") for optimizer in self.optimizers):
+            for _, averaged in self._averaged_models():
+                hvd.grouped_allreduce_([p.detach() for p in averaged.parameters()], name="OcommStrategy.averages")
+
+    def _averaged_models(self) -> list[tuple[int, Any]]:
+        """Returns the averaged models that callbacks keep, each with the number of its callback."""
+        callbacks = enumerate(self.lightning_module.trainer.callbacks)
+        found = [(number, getattr(callback, "_average_model", None)) for number, callback in callbacks]
+        return [(number, averaged) for number, averaged in found if averaged is not None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the model's state for a checkpoint. Collective if replicas are made equal for it."""
@@ -313,10 +326,8 @@ class OcommStrategy(DDPStrategy):
         if module is None:
             return
         named = list(module.named_buffers())
-        for number, callback in enumerate(module.trainer.callbacks):
-            averaged = getattr(callback, "_average_model", None)
-            if averaged is not None:
-                named += [(f"average {number}.{name}", buffer) for name, buffer in averaged.named_buffers()]
+        for number, averaged in self._averaged_models():
+            named += [(f"average {number}.{name}", buffer) for name, buffer in averaged.named_buffers()]
         self._broadcast(named)
 
     def on_validation_start(self) -> None:
@@ -405,6 +416,13 @@ class _Finishing(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called before the strategy's ``on_train_end``. Collective."""
         trainer.strategy.finish()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called before StochasticWeightAveraging takes parameters into its average, or replaces them by it.
+        Collective.
+        """
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            trainer.strategy.finish()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Called before the strategy's ``on_validation_start``. Collective."""

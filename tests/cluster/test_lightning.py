@@ -175,6 +175,39 @@ def test_an_averaged_model_is_evaluated_with_the_buffers_of_rank_0() -> None:
     assert said_by(AVERAGED) == {}
 
 
+AVERAGED_BETWEEN_SYNCS = """
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+class Plain(Net):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.net[1] = nn.Identity()
+    def validation_step(self, batch, number):
+        self.seen.append(self.net(batch[0]).sum().item() if number == 0 else 0.0)
+
+rows = DataLoader(data, 16)  # the same on all ranks
+rare = {"local_step_start": 1, "local_step_doubling": 1, "local_step_clip": 4}
+said = {}
+averages = [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)]
+for number, average in enumerate(averages):
+    for equal in (False, True):
+        net, plain = Plain(), Plain()
+        strategy = OcommStrategy("zero_one_adam", equal_replicas=equal, **rare)
+        trainer(strategy, 3, callbacks=[average()]).fit(net, loader(), rows)
+        assert digest(net), number
+        alike = len(set(hvd.allgather_object(tuple(net.seen)))) == 1
+        assert alike or not equal, net.seen
+        said[f"{number} {equal}"] = alike
+        trainer(OcommStrategy("zero_one_adam", equal_replicas=equal, **rare), 3).fit(plain, loader(), rows)
+        assert digest(plain) != digest(net)  # the average is what the run ends with
+say(**said)
+"""
+
+
+def test_averages_of_parameters_that_differ_between_syncs_end_alike() -> None:
+    assert said_by(AVERAGED_BETWEEN_SYNCS) == {"0 False": False, "0 True": True, "1 False": False, "1 True": True}
+
+
 USES = """
 said = {}
 def refused(name, call):
