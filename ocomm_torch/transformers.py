@@ -5,6 +5,7 @@ The Trainer's optimizer is wrapped, and its DistributedDataParallel leaves the g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,12 +41,15 @@ class OcommCallback(TrainerCallback):
 
     ``max_grad_norm`` of the TrainingArguments becomes the optimizer's, which clips by the norm of all ranks' gradients
     together; the number of steps becomes its ``total_steps``. Checkpoints have a file for each rank,
-    ``ocomm_rank0.pt`` and so on, which are found again when the Trainer resumes. Call it on all ranks, after the
-    Trainer is made and before ``trainer.train()``; it calls ``init()``, where that was not called.
+    ``ocomm_rank0.pt`` and so on, which are found again when the Trainer resumes. At the end of ``train()``, however it
+    ends but by an error, all ranks have the same parameters: 0/1 Adam calls ``finish()``. Call it on all ranks, after
+    the Trainer is made and before ``trainer.train()``; it calls ``init()``, where that was not called.
 
     Args:
         trainer: The ``transformers.Trainer``, or one of a subclass.
         {arguments}
+        equal_replicas: Whether evaluation and checkpoints are to see equal replicas, too: ``finish()`` is then also
+            called before each of them.
         options: Passed on to the function that wraps.
 
     Raises:
@@ -53,7 +57,14 @@ class OcommCallback(TrainerCallback):
             has trained before, or has an OcommCallback. Later: the Trainer would clip or exchange gradients by itself.
     """
 
-    def __init__(self, trainer: Any, optimizer: str | Callable[..., Any] = "onebit_adam", **options: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        optimizer: str | Callable[..., Any] = "onebit_adam",
+        *,
+        equal_replicas: bool = False,
+        **options: Any,
+    ) -> None:
         self._wrapper = trainers.wrapper_of(optimizer)
         if self._wrapper is hvd.DistributedOptimizer:
             raise InvalidRequestError(
@@ -82,18 +93,47 @@ class OcommCallback(TrainerCallback):
         self._norm: torch.Tensor | None = None
         #: The number of steps for which the Trainer makes a scheduler beside the optimizer, while it does so.
         self._scheduled: int | None = None
+        #: The ``total_steps`` that the optimizer was made with; None if the script has chosen, or it was not known.
+        self._told: int | None = None
         self._create = trainer.create_optimizer
         self._create_both = trainer.create_optimizer_and_scheduler
         self._load = trainer._load_optimizer_and_scheduler
         self._save = trainer._save_rng_state
+        self._make_accelerator = trainer.create_accelerator_and_postprocess
         trainer.create_optimizer = self._create_optimizer
         trainer.create_optimizer_and_scheduler = self._create_optimizer_and_scheduler
         trainer._load_optimizer_and_scheduler = self._load_states
         trainer._save_rng_state = self._save_states
-        trainer.accelerator.clip_grad_norm_ = self._clip(trainer.accelerator.clip_grad_norm_)
+        trainer.create_accelerator_and_postprocess = self._create_accelerator
+        self._take_clipping()
+        trainer._load_best_model = self._finishing_before(trainer._load_best_model)
+        if equal_replicas:
+            trainer.evaluation_loop = self._finishing_before(trainer.evaluation_loop)
+            trainer._save_checkpoint = self._finishing_before(trainer._save_checkpoint)
         trainer.add_callback(self)
 
     # Instead of methods of the Trainer
+
+    def _create_accelerator(self) -> None:
+        # A search over hyperparameters makes one for each trial.
+        self._make_accelerator()
+        self._take_clipping()
+
+    def _take_clipping(self) -> None:
+        accelerator = self._trainer.accelerator
+        accelerator.clip_grad_norm_ = self._clip(accelerator.clip_grad_norm_)
+
+    def _finishing_before(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(theirs)
+        def finishing(*args: Any, **kwargs: Any) -> Any:
+            self._finish()
+            return theirs(*args, **kwargs)
+
+        return finishing
+
+    def _finish(self) -> None:
+        if self._optimizer is not None:
+            trainers.finish([self._optimizer])
 
     def _create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
@@ -101,21 +141,49 @@ class OcommCallback(TrainerCallback):
         created = trainer.optimizer or returned  # a method of a subclass may return nothing: the Trainer reads this
         if _plain(created) is None:
             self._check_kind(created)
-            created = trainer.optimizer = trainers.wrap(
-                self._wrapper,
-                created,
-                trainer.model.named_parameters(),
-                self._options,
-                total_steps=self._total_steps,
-                max_grad_norm=trainer.args.max_grad_norm or None,
-                setting=_CLIPPING,
-            )
+            created = trainer.optimizer = self._wrapped(created, self._total_steps)
             if _plain(created) is None:
                 raise InvalidRequestError(
                     f"OcommCallback needs a 1-bit optimizer, and its function returned a {type(created).__name__}: the "
                     "Trainer's DistributedDataParallel averages gradients in each step, and hands them to nothing else."
                 )
         return created
+
+    def _wrapped(self, created: torch.optim.Optimizer, total_steps: Callable[[], int | None]) -> Any:
+        def told() -> int | None:
+            self._told = total_steps()
+            return self._told
+
+        return trainers.wrap(
+            self._wrapper,
+            created,
+            self._trainer.model.named_parameters(),
+            self._options,
+            total_steps=told,
+            max_grad_norm=self._trainer.args.max_grad_norm or None,
+            setting=_CLIPPING,
+        )
+
+    def _plan_anew(self, left: int) -> None:
+        """Makes the optimizer go on with ``left`` steps to come, where it was told of another number: in a second
+        ``train()``, after an out-of-memory error that has changed the batches, from another optimizer's checkpoint.
+        Collective.
+        """
+        before = self._optimizer
+        assert before is not None
+        steps = before._driver.steps
+        if self._told is None or self._told == steps + left or left <= 0:
+            return
+        if before.has_begun:
+            before.skip()
+        saved = (before.state_dict(), before.rank_state_dict()) if steps else None
+        before.disconnect()
+        before._driver.retire()
+        now = self._wrapped(before._inner, lambda: steps + left)
+        if saved is not None:
+            now.load_state_dict(saved[0])
+            now.load_rank_state_dict(saved[1])
+        self._trainer.optimizer.optimizer = now  # inside Accelerate's wrapper
 
     def _create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         self._scheduled = num_training_steps
@@ -183,8 +251,9 @@ class OcommCallback(TrainerCallback):
     # Called by the Trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Makes DistributedDataParallel leave gradients to the optimizer."""
+        """Makes DistributedDataParallel leave gradients to the optimizer, which hears how many steps are to come."""
         module = self._trainer.model_wrapped
+        self._plan_anew(state.max_steps - state.global_step)
         if hvd.size() == 1:
             return
         if not isinstance(module, DistributedDataParallel):
@@ -193,7 +262,7 @@ class OcommCallback(TrainerCallback):
                 f"{type(module).__name__}. Leave fsdp, deepspeed and torch_compile out of TrainingArguments."
             )
         if not module._comm_hooks:
-            module.register_comm_hook(self._optimizer, hvd.optimizer_hook)
+            module.register_comm_hook(self._trainer.optimizer, hvd.optimizer_hook)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tells the Trainer the norm of the step."""
@@ -202,7 +271,8 @@ class OcommCallback(TrainerCallback):
             self._norm.fill_(optimizer.grad_norm)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Says on rank 0 what was sent."""
+        """Makes the parameters of all ranks equal, and says on rank 0 what was sent. Collective."""
+        self._finish()
         if hvd.rank() == 0 and (said := trainers.summary(self._optimizer)):
             print(said, flush=True)
 

@@ -554,6 +554,12 @@ class Driver:
     def say_longer(self) -> None:
         """Warns of a run that goes on after ``total_steps``, if something follows from that. Called once."""
 
+    def retire(self) -> None:
+        """Says nothing of this optimizer at the end of the run, because another one goes on with its state."""
+        if self._notices is not None:
+            self.session.at_end.remove(self._notices)
+            self._notices = None
+
     def note_equal(self) -> None:
         """Notes that all ranks have the same parameters now, for what is said at the end of the run."""
         if self._notices is not None:
