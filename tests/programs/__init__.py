@@ -14,9 +14,13 @@ A kind of program is a module with three names, and a line in ``KINDS``:
     programs()      a Hypothesis strategy of programs
     run(program)    runs one; raises AssertionError that says what does not hold
     FEW             the number of programs that ``make test`` runs
+
+and, if it needs packages that ``make test`` does not install, a fourth one:
+
+    NEEDS           their names
 """
 
 from __future__ import annotations
 
 #: The modules of this folder that are a kind of program.
-KINDS = ("torch_compressed",)
+KINDS = ("torch_compressed", "lightning", "huggingface")
