@@ -117,6 +117,26 @@ def trained(
     return history, whole_state(parameters, optimizer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_finish_of_zero_one_adam_has_the_bits_of_the_host_on_devices(
+    on_devices: Callable[..., Devices], dtype: torch.dtype
+) -> None:
+    finishes = (5, 8, 11, 12, 17)
+
+    def body(session: Session) -> tuple[list[str], str]:
+        def finish(optimizer: Any, step: int) -> None:
+            if step in finishes:
+                optimizer.finish()
+
+        return trained("0/1 Adam, local steps", rank_of(session), 20, dtype, watch=finish)
+
+    expected = run_ranks(3, body)
+    assert all(len({history[step - 1] for history, _ in expected}) == 1 for step in finishes)
+    assert any(len(set(now)) > 1 for now in zip(*(history for history, _ in expected), strict=True))
+    on_devices(range(3))
+    assert run_ranks(3, body) == expected
+
+
 WITH_MASTERS = ("1-bit Adam, compressed", "0/1 Adam, local steps")
 
 
