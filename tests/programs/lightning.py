@@ -88,7 +88,8 @@ def _rarely(value: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def program(draw: st.DrawFn) -> Program:
     """Draws a run."""
     kind, options = draw(st.sampled_from(KINDS))
-    manual = draw(st.sampled_from((0, 0, 0, 0, 1, 2)))
+    # Of two optimizers one leaves steps out, which an optimizer that averages in backward refuses.
+    manual = draw(st.sampled_from((0, 0, 0, 0, 1, 1 if kind == "dense" else 2)))
     is_sync = ("vote", "sync") in options
     ddp = kind in ADAMS and not manual and draw(st.integers(0, 4)) == 4
     fits = []

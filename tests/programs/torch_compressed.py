@@ -188,7 +188,15 @@ class Put:
         return f"p[{self.at}].grad = {'None' if self.drop else 'a tensor'} on rank {self.rank}"
 
 
-Event = Freeze | Hyper | Write | Perturb | Reload | Edit | Put
+@dataclass(frozen=True)
+class Finish:
+    """0/1 Adam syncs what its local steps have added up."""
+
+    def __str__(self) -> str:
+        return "optimizer.finish()"
+
+
+Event = Finish | Freeze | Hyper | Write | Perturb | Reload | Edit | Put
 
 
 @dataclass(frozen=True)
@@ -323,6 +331,8 @@ def _events(setup: Setup, between: bool) -> st.SearchStrategy[tuple[Event, ...]]
             st.builds(Freeze, ats, st.booleans()),
             st.builds(Reload, st.booleans()),
         ]
+        if setup.kind.startswith("0/1 Adam"):
+            kinds.append(st.just(Finish()))
     found = st.lists(st.one_of(kinds), max_size=2).map(tuple)
     if between:
         return found
@@ -502,6 +512,8 @@ class Script:
     def apply(self, event: Event, number: int) -> None:
         """Applies what has an effect in the clean replay, too."""
         match event:
+            case Finish():
+                self.optimizer.finish()
             case Freeze():
                 self.freeze(event)
             case Hyper():
