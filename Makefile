@@ -72,6 +72,9 @@ ALONE := tests/cluster
 #: later one that gets its number does not start.
 under_mpirun = mkdir -p build/mpirun && PRTE_MCA_prte_tmpdir_base=$(CURDIR)/build/mpirun TEST_MPI_SIZE=$(1) $(MPIRUN) -np $(1) $(PY) -m pytest -q --capture=no --no-header $(2) </dev/null
 
+#: Kinds of random programs whose ranks are threads; those of trainers are tests.
+PROGRAMS := torch_compressed
+
 test-fast: install
 	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' $(FAST)
 
@@ -89,6 +92,7 @@ test-long: install $(STAMP)-ptx $(STAMP)-trainers $(VENV)-mpich/bin/mpiexec
 	timeout 3600 $(PY) -m pytest $(TOGETHER) --timeout=1800 -m 'long and not alone' tests
 	timeout 1800 $(PY) -m pytest -q --timeout=1800 -m 'long and alone' $(ALONE)
 	NUMBA_ENABLE_CUDASIM=1 timeout 1800 $(PY) -m pytest $(TOGETHER) --no-header $(SIMULATED)
+	for kind in $(PROGRAMS); do timeout 3600 $(PY) -m tests.programs $$kind --programs 2000 || exit 1; done
 	for n in 2 4; do \
 	    $(call under_mpirun,$$n,--timeout=900 $(WITHOUT_TF)) && \
 	    $(call under_mpirun,$$n,--timeout=900 $(WITH_TF)) || exit 1; \

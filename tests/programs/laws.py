@@ -24,10 +24,14 @@ def check(kind: str, program: Any) -> None:
 
 
 def law(
-    kind: str, count: int, seed: int | None = None, judge: Callable[[Any], None] | None = None
+    kind: str,
+    count: int,
+    seed: int | None = None,
+    judge: Callable[[Any], None] | None = None,
+    where: Callable[[Any], bool] = lambda program: True,
 ) -> Callable[[], None]:
     """Returns a function that checks ``count`` programs of ``kind``: the same ones each time or, with a ``seed``, those
-    of that seed. ``judge`` takes the place of ``check``.
+    of that seed. ``judge`` takes the place of ``check``; ``where`` says which of the programs count.
     """
 
     def body(program: Any) -> None:
@@ -36,7 +40,7 @@ def law(
         else:
             judge(program)
 
-    strategy = importlib.import_module(f"tests.programs.{kind}").programs()
+    strategy = importlib.import_module(f"tests.programs.{kind}").programs().filter(where)
     chosen = settings(
         max_examples=count,
         derandomize=seed is None,
