@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +24,12 @@ from ocomm.kernels.base import Bytes
 from ocomm.ordered import Build, Call, Exchange, OrderedChannel
 from ocomm.session import Session
 from ocomm.torch_backend import NAME
-from ocomm.types import DType, ReduceOp
+from ocomm.types import ReduceOp
 from ocomm_torch.distributed.futures import Completer
 from ocomm_torch.distributed.tensors import (
-    BITWISE,
     TORCH_OP,
+    Combine,
+    Combined,
     Out,
     Output,
     Parts,
@@ -34,13 +37,15 @@ from ocomm_torch.distributed.tensors import (
     dtype_of,
     dtypes_of,
     joined,
-    on_host,
+    label_of,
     op_of,
+    plain,
     reduction_of,
     require_same_size,
     row_nbytes,
 )
 from ocomm_torch.distributed.work import GroupWork, Messages, Together, UnderWay
+from ocomm_torch.mpi_ops import TORCH
 
 #: Seconds for which a rank that has failed waits until the other ranks say what they have called.
 _WORDS_S = 3.0
@@ -286,38 +291,40 @@ class OcommProcessGroup(ProcessGroup):
         return self._allreduce(list(tensors), opts, "allreduce_coalesced")
 
     def _allreduce(self, tensors: list[Tensor], opts: Any, operation: str) -> Work:
-        op = op_of(opts)
-        if op in BITWISE:
-            return self._bitwise(tensors, BITWISE[op], operation)
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
-            return self._sparse_sum(tensors[0], op, tensors)
-        reduction, dtype = reduction_of(op, tensors, operation)
+            return self._sparse_sum(tensors[0], op_of(opts), tensors)
+        call, reduction = self._reduction(operation, tensors, [tensor.numel() for tensor in tensors], opts)
+        if not isinstance(reduction, ReduceOp):
+            combined = Combined(tensors, self._size, reduction)
+            sources = [bytes_of(plain(tensor, operation)) for tensor in tensors]
+            return self._start(call, sources, combined.bytes, _gather_equal, tensors, combined)
         outs = [Out(tensor, operation) for tensor in tensors]
         buffers = [out.bytes for out in outs]
-        call = Call(operation, dtype.label, tuple([tensor.numel() for tensor in tensors]), reduction.label)
-        return self._start(call, buffers, buffers, _sum(reduction, dtype), tensors, *outs)
+        return self._start(call, buffers, buffers, _sum(reduction, tensors[0]), tensors, *outs)
 
-    def _bitwise(self, tensors: list[Tensor], combine: Callable[..., Tensor], operation: str) -> Work:
-        """Starts a bitwise reduction: every rank gathers the tensors of all ranks, and combines them by itself."""
-        for tensor in tensors:
-            if tensor.is_floating_point() or tensor.is_complex():
-                raise InvalidRequestError(
-                    f"{operation}: {combine.__name__} is for integers and bool, not {dtype_of(tensor)}."
-                )
-        gathered = [torch.empty((self._size, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
+    def _reduction(
+        self, operation: str, tensors: Sequence[Tensor], counts: Sequence[int], opts: Any, root: int = -1
+    ) -> tuple[Call, ReduceOp | Combine]:
+        """Returns the call of a reduction, and what it reduces by.
 
-        class Combined:
-            def store(self) -> None:
-                for tensor, rows in zip(tensors, gathered, strict=True):
-                    result = rows[0]
-                    for row in rows[1:]:
-                        result = combine(result, row)
-                    tensor.detach().copy_(result)
+        Raises on all ranks alike for what backend "ocomm" does not reduce.
+        """
+        op = op_of(opts)
+        try:
+            reduction = reduction_of(op, tensors, operation)
+        except (InvalidRequestError, NotImplementedError) as refusal:
+            dtypes = " + ".join(dict.fromkeys(map(dtype_of, tensors)))
+            self._refuse(Call(operation, dtypes, tuple(counts), label_of(op), root), refusal)
+        return Call(operation, dtype_of(tensors[0]), tuple(counts), label_of(op), root), reduction
 
-        call = Call(operation, dtype_of(tensors[0]), tuple([t.numel() for t in tensors]), combine.__name__)
-        sources = [bytes_of(on_host(tensor, operation).contiguous()) for tensor in tensors]
-        targets = [bytes_of(rows) for rows in gathered]
-        return self._start(call, sources, targets, _gather_equal, tensors, Combined())
+    def _refuse(self, call: Call, refusal: Exception) -> NoReturn:
+        """Raises ``refusal`` after all ranks have compared their calls. Collective.
+
+        A rank that refused at once would leave the others waiting where they have called something else.
+        """
+        refused = replace(call, op=f"{call.op} (refused)")
+        self._start(refused, [], [], lambda context, sources, targets: Plan("refusal", [[Stage()]]), []).wait()
+        raise refusal
 
     def _sparse_sum(self, tensor: Tensor, op: Any, result: list[Tensor]) -> Work:
         """Starts a sum of sparse COO tensors: every rank gathers the elements of all ranks, and adds them by itself.
@@ -326,10 +333,11 @@ class OcommProcessGroup(ProcessGroup):
         """
         operation = "allreduce of sparse tensors"
         if op != TORCH_OP.SUM or not tensor.is_cpu:
-            raise NotImplementedError(
+            refusal = NotImplementedError(
                 f"{operation}: backend 'ocomm' has sums of tensors of the CPU, not {op} of tensors of {tensor.device}; "
                 "call to_dense()."
             )
+            self._refuse(Call(operation, dtype_of(tensor), op=label_of(op)), refusal)
         mine = tensor.detach().coalesce()
         form = torch.tensor([mine.sparse_dim(), *mine.shape, mine.values().shape[0]])
         forms = torch.empty((self._size, len(form)), dtype=form.dtype)
@@ -376,12 +384,21 @@ class OcommProcessGroup(ProcessGroup):
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        reduction, dtype = reduction_of(op_of(opts), given, "reduce")
         root = self._peer("reduce", opts.rootRank)
+        call, reduction = self._reduction("reduce", given[:1], [given[0].numel()], opts, root)
+        if not isinstance(reduction, ReduceOp):
+            results = given[:1] if root == self._rank else []
+            combined = Combined(results, self._size, reduction)
+            source = bytes_of(plain(given[0], "reduce"))
+            targets = combined.bytes or [np.empty(0, np.uint8)]
+            return self._start(call, [source], targets, self._to_root(source.nbytes, root), given, combined)
         out = Out(given[0], "reduce")
-        call = Call("reduce", dtype.label, (given[0].numel(),), reduction.label, root)
         target = out.bytes if root == self._rank else bytes_of(torch.empty_like(out.contiguous))
-        return self._start(call, [out.bytes], [target], _sum(reduction, dtype), given, out)
+        return self._start(call, [out.bytes], [target], _sum(reduction, given[0]), given, out)
+
+    def _to_root(self, nbytes: int, root: int) -> Build:
+        """Returns the builder of a gather of ``nbytes`` of each rank."""
+        return _exchange([[[nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         if isinstance(inputs, Tensor):
@@ -432,7 +449,7 @@ class OcommProcessGroup(ProcessGroup):
         result: list[Any],
         *stores: Output,
     ) -> Work:
-        sources = [bytes_of(on_host(tensor, operation).contiguous()) for tensor in inputs]
+        sources = [bytes_of(plain(tensor, operation)) for tensor in inputs]
         call = Call(operation, dtypes_of(inputs), tuple([tensor.numel() for tensor in inputs]))
         targets = [bytes_of(tensor) for tensor in gathered]
         return self._start(call, sources, targets, _gather_equal, result, *stores)
@@ -445,9 +462,8 @@ class OcommProcessGroup(ProcessGroup):
             self._one_for_each("gather", results)
             require_same_size("gather", results, source)
         parts = Parts(results, "gather")
-        table = [[source.nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]
-        sources = [bytes_of(on_host(source, "gather").contiguous())]
-        return self._start(call, sources, [bytes_of(parts.buffer)], _exchange(table), results, parts)
+        sources = [bytes_of(plain(source, "gather"))]
+        return self._start(call, sources, [bytes_of(parts.buffer)], self._to_root(source.nbytes, root), results, parts)
 
     def _peer(self, operation: str, rank: int) -> int:
         """Returns ``rank``, a root or an end of a message. Raises InvalidRequestError unless the group has it."""
@@ -476,7 +492,7 @@ class OcommProcessGroup(ProcessGroup):
             source = joined(inputs[0], "scatter")
         table = [[output.nbytes * (sender == root)] * self._size for sender in range(self._size)]
         out = Out(output, "scatter", filled=False)
-        return self._start(call, [bytes_of(source)], [out.bytes], _exchange(table), outputs, out)
+        return self._start(call, [bytes_of(source)], [out.bytes], _exchange([table]), outputs, out)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         if isinstance(outputs, Tensor):
@@ -487,9 +503,10 @@ class OcommProcessGroup(ProcessGroup):
                 f"reduce_scatter needs {self._size} inputs, one for each rank, and an output as large as this rank's; "
                 f"got {len(parts)}, and {output.numel()} elements."
             )
-        whole = joined(parts, "reduce_scatter").view(output.dtype)
         sizes = [part.numel() for part in parts]
-        return self._scatter_sums("reduce_scatter", [output], [whole], [sizes], opts)
+        call, reduction = self._reduction("reduce_scatter", [output, *parts], sizes, opts)
+        whole = joined(parts, "reduce_scatter")
+        return self._scatter(call, reduction, [output], [whole], [sizes])
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self._reduce_scatter_singles("reduce_scatter_tensor", [output], [source], opts)
@@ -507,33 +524,36 @@ class OcommProcessGroup(ProcessGroup):
                     f"{self._size} times the {output.numel()} of {dtype_of(output)} of the output."
                 )
         sizes = [[output.numel()] * self._size for output in outputs]
-        whole = [on_host(source, operation).contiguous() for source in inputs]
-        return self._scatter_sums(operation, outputs, whole, sizes, opts)
+        counts = [n for each in sizes for n in each]
+        call, reduction = self._reduction(operation, [*outputs, *inputs], counts, opts)
+        whole = [plain(source, operation) for source in inputs]
+        return self._scatter(call, reduction, outputs, whole, sizes)
 
-    def _scatter_sums(
+    def _scatter(
         self,
-        operation: str,
+        call: Call,
+        reduction: ReduceOp | Combine,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
-        opts: Any,
     ) -> Work:
-        reduction, dtype = reduction_of(op_of(opts), inputs, operation)
-        call = Call(operation, dtype.label, tuple([n for each in sizes for n in each]), reduction.label)
-        outs = [Out(output, operation, filled=False) for output in outputs]
-
-        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
-            plan = Plan(operation, [])
-            plan.segments.clear()
-            for source, target, each in zip(sources, targets, sizes, strict=True):
-                nbytes = [n * dtype.itemsize for n in each]
-                one = dense.reducescatter(context, source, target, nbytes, dtype, reduction)
-                plan.segments += one.segments
-                plan.keepalive += one.keepalive
-            return plan
-
+        """Starts a reduction of each of ``inputs``, of which rank r gets the r-th part, of ``sizes[k][r]`` elements."""
         sources = [bytes_of(source) for source in inputs]
-        return self._start(call, sources, [out.bytes for out in outs], build, list(outputs), *outs)
+        itemsize = outputs[0].element_size()
+        nbytes = [[n * itemsize for n in each] for each in sizes]
+        if not isinstance(reduction, ReduceOp):
+            combined = Combined(outputs, self._size, reduction)
+            build = _exchange([[each] * self._size for each in nbytes])
+            return self._start(call, sources, combined.bytes, build, list(outputs), combined)
+        outs = [Out(output, call.operation, filled=False) for output in outputs]
+
+        def sums(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            dtype, _ = TORCH.describe(outputs[0])
+            each = zip(sources, targets, nbytes, strict=True)
+            plans = [dense.reducescatter(context, s, t, part, dtype, reduction) for s, t, part in each]
+            return _joined(call.operation, plans)
+
+        return self._start(call, sources, [out.bytes for out in outs], sums, list(outputs), *outs)
 
     def alltoall_base(
         self,
@@ -548,7 +568,7 @@ class OcommProcessGroup(ProcessGroup):
         got = row_nbytes(output, output_splits, self._size, "output")
         out = Out(output, operation, filled=False)
         call = Call(operation, dtype_of(source), sent=tuple(sent), received=tuple(got))
-        sources = [bytes_of(on_host(source, operation).contiguous())]
+        sources = [bytes_of(plain(source, operation))]
         return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -572,7 +592,7 @@ class OcommProcessGroup(ProcessGroup):
             raise InvalidRequestError(
                 f"all_to_all: rank {self._rank} sends itself {sent[self._rank]} bytes and expects {got[self._rank]}."
             )
-        return _exchange(table)
+        return _exchange([table])
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
@@ -595,7 +615,7 @@ class OcommProcessGroup(ProcessGroup):
     # Messages between two ranks
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Work:
-        tensor = on_host(tensors[0], "send").contiguous()
+        tensor = plain(tensors[0], "send")
         if self._peer("send", destination) == self._rank:
             self._to_itself[tag].append(tensor.clone())
             return self._done(tensors)
@@ -641,8 +661,9 @@ class OcommProcessGroup(ProcessGroup):
         return GroupWork(self._completer, Together(works), [], lambda: None)
 
 
-def _sum(reduction: ReduceOp, dtype: DType) -> Build:
+def _sum(reduction: ReduceOp, tensor: Tensor) -> Build:
     def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+        dtype, _ = TORCH.describe(tensor)
         return dense.allreduce(context, sources, targets, [s.nbytes for s in sources], dtype, reduction)
 
     return build
@@ -652,13 +673,24 @@ def _gather_equal(context: Context, sources: Sequence[Bytes], targets: Sequence[
     return dense.allgather(context, [(s, t, [s.nbytes] * context.size) for s, t in zip(sources, targets, strict=True)])
 
 
-def _exchange(table: Sequence[Sequence[int]]) -> Build:
-    """Returns the builder of an alltoall of ``table[sender][receiver]`` bytes, in one segment.
+def _exchange(tables: Sequence[Sequence[Sequence[int]]]) -> Build:
+    """Returns the builder of an alltoall of ``tables[k][sender][receiver]`` bytes of each tensor k, in one segment.
 
     A rank does not know the bytes between two other ranks, and so not how many segments they would need.
     """
 
     def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
-        return dense.alltoall(context, sources[0], targets[0], table, whole=True)
+        each = zip(sources, targets, tables, strict=True)
+        return _joined("alltoall", [dense.alltoall(context, s, t, table, whole=True) for s, t, table in each])
 
     return build
+
+
+def _joined(name: str, plans: Sequence[Plan]) -> Plan:
+    """Returns the plan of all ``plans``."""
+    whole = Plan(name, [])
+    whole.segments.clear()
+    for plan in plans:
+        whole.segments += plan.segments
+        whole.keepalive += plan.keepalive
+    return whole

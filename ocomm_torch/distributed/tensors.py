@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ocomm.errors import InvalidRequestError, UnsupportedError, clause
 from ocomm.kernels.base import Bytes
 from ocomm.kernels.reference import reject_unsupported
-from ocomm.types import DType, ReduceOp
+from ocomm.types import ReduceOp
 from ocomm_torch.mpi_ops import TORCH
 
 TORCH_OP = dist.ReduceOp.RedOpType
@@ -23,8 +24,10 @@ _OPS = {
     TORCH_OP.MAX: ReduceOp.MAX,
     TORCH_OP.PRODUCT: ReduceOp.PRODUCT,
 }
+#: Combines two tensors element by element.
+Combine = Callable[..., Tensor]
 #: Reductions that ocomm's kernels do not have, and what combines two tensors by them.
-BITWISE: dict[Any, Callable[..., Tensor]] = {
+BITWISE: dict[Any, Combine] = {
     TORCH_OP.BAND: torch.bitwise_and,
     TORCH_OP.BOR: torch.bitwise_or,
     TORCH_OP.BXOR: torch.bitwise_xor,
@@ -52,8 +55,18 @@ def on_host(tensor: Tensor, operation: str) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory has the tensor's values one after the other: not those of its negative or its conjugate."""
+    return tensor.is_contiguous()
+
+
+def plain(tensor: Tensor, operation: str) -> Tensor:
+    """Returns the tensor or, unless it ``is_plain``, a copy that is. Raises as ``on_host`` does."""
+    return on_host(tensor, operation).contiguous()
+
+
 def bytes_of(tensor: Tensor) -> Bytes:
-    """Returns the memory of a contiguous tensor of any dtype."""
+    """Returns the memory of a plain tensor of any dtype."""
     if tensor.dtype is torch.uint8:
         return tensor.numpy().reshape(-1)
     return _as_bytes(tensor).numpy()
@@ -79,8 +92,8 @@ class Out:
     def __init__(self, tensor: Tensor, operation: str, filled: bool = True) -> None:
         self.tensor = on_host(tensor, operation)
         self.contiguous = self.tensor
-        if not tensor.is_contiguous():
-            self.contiguous = self.tensor.contiguous() if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not is_plain(tensor):
+            self.contiguous = plain(tensor, operation) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
 
     @property
     def bytes(self) -> Bytes:
@@ -93,7 +106,7 @@ class Out:
 
 def joined(tensors: Sequence[Tensor], operation: str) -> Tensor:
     """Returns the bytes of the tensors, one tensor after the other, in new memory."""
-    return torch.cat([_as_bytes(on_host(t, operation).contiguous()) for t in tensors])
+    return torch.cat([_as_bytes(plain(t, operation)) for t in tensors])
 
 
 class Parts:
@@ -115,23 +128,54 @@ class Parts:
             start += tensor.nbytes
 
 
-def reduction_of(op: Any, tensors: Sequence[Tensor], operation: str) -> tuple[ReduceOp, DType]:
-    """Returns a reduction and an element type in ocomm's terms.
+class Combined:
+    """The memory for tensors of all ranks, which ``store`` combines into the caller's tensors, in rank order."""
 
-    Raises NotImplementedError or UnsupportedError for those that ocomm does not have, and InvalidRequestError if the
-    tensors have several dtypes.
+    def __init__(self, tensors: Sequence[Tensor], size: int, combine: Combine) -> None:
+        self._tensors = tensors
+        self._rows = [torch.empty((size, *tensor.shape), dtype=tensor.dtype) for tensor in tensors]
+        self._combine = combine
+
+    @property
+    def bytes(self) -> list[Bytes]:
+        return [bytes_of(rows) for rows in self._rows]
+
+    def store(self) -> None:
+        for tensor, rows in zip(self._tensors, self._rows, strict=True):
+            tensor.detach().copy_(functools.reduce(self._combine, rows.unbind()))
+
+
+def reduction_of(op: Any, tensors: Sequence[Tensor], operation: str) -> ReduceOp | Combine:
+    """Returns the reduction of ocomm, or what combines two tensors where ocomm has none.
+
+    Raises NotImplementedError or UnsupportedError for reductions, dtypes, devices and layouts that backend "ocomm" does
+    not have, and InvalidRequestError if the tensors have several dtypes or no bits to combine.
     """
-    kind = getattr(op, "op", op)
-    if kind not in _OPS:
-        raise NotImplementedError(f"{operation}: backend 'ocomm' has no reduction {kind}.")
-    try:
-        dtype, _ = TORCH.describe(tensors[0])
-        reject_unsupported(dtype, _OPS[kind], 1.0, 1.0)
-    except TypeError as error:
-        raise UnsupportedError(f"{operation} with backend 'ocomm': {clause(error)}.") from None
+    for tensor in tensors:
+        on_host(tensor, operation)
     if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
         raise InvalidRequestError(f"{operation}: the tensors of one call must have one dtype.")
-    return _OPS[kind], dtype
+    if op in BITWISE:
+        if tensors[0].is_floating_point() or tensors[0].is_complex():
+            raise InvalidRequestError(
+                f"{operation}: {label_of(op)} is for integers and bool, not {dtype_of(tensors[0])}."
+            )
+        return BITWISE[op]
+    if op not in _OPS:
+        raise NotImplementedError(f"{operation}: backend 'ocomm' has no reduction {op}.")
+    try:
+        dtype, _ = TORCH.describe(tensors[0])
+        reject_unsupported(dtype, _OPS[op], 1.0, 1.0)
+    except TypeError as error:
+        raise UnsupportedError(f"{operation} with backend 'ocomm': {clause(error)}.") from None
+    return _OPS[op]
+
+
+def label_of(op: Any) -> str:
+    """Returns the name of a reduction of torch.distributed in messages."""
+    if op in BITWISE:
+        return BITWISE[op].__name__
+    return _OPS[op].label if op in _OPS else str(op)
 
 
 def op_of(opts: Any) -> Any:

@@ -163,6 +163,9 @@ said("sparse", lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.M
 said("shapes", lambda: dist.all_reduce(torch.eye(3 + rank).to_sparse()))
 said("bits", lambda: dist.all_reduce(ones, dist.ReduceOp.BAND))
 group = both()
+mixed = torch.ones(4, dtype=[torch.float32, torch.int32][rank])
+said("one refused", lambda: dist.reduce(mixed, 0, dist.ReduceOp.BOR, group=group))
+group = both()
 if rank == 0:
     said("gather", lambda: group.gather([[ones] * 3], [ones], dist.GatherOptions()))
     said("scatter", lambda: group.scatter([ones], [[ones] * 3], dist.ScatterOptions()))
@@ -313,6 +316,11 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
             "sparse": ["NotImplementedError", "MAX", "to_dense()"],
             "shapes": ["MismatchError", "rank 0", "(3, 3)", "rank 1", "(4, 4)"],
             "bits": ["InvalidRequestError", "integers and bool, not float32"],
+            "one refused": [
+                "MismatchError",
+                "rank 0 called reduce of 4 elements of float32 by bitwise_or (refused) with root 0",
+                "rank 1 called reduce of 4 elements of int32 by bitwise_or with root 0",
+            ],
             "short": [
                 "MismatchError",
                 "all_to_all_single of float32",
