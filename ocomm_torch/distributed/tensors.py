@@ -57,12 +57,12 @@ def on_host(tensor: Tensor, operation: str) -> Tensor:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether the memory has the tensor's values one after the other: not those of its negative or its conjugate."""
-    return tensor.is_contiguous()
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def plain(tensor: Tensor, operation: str) -> Tensor:
     """Returns the tensor or, unless it ``is_plain``, a copy that is. Raises as ``on_host`` does."""
-    return on_host(tensor, operation).contiguous()
+    return on_host(tensor, operation).contiguous().resolve_neg().resolve_conj()
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
