@@ -6,8 +6,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch._dynamo
+import torch.testing._internal.distributed.multi_threaded_pg
 
 import ocomm_torch
+import ocomm_torch.distributed
 import tests.faults.world
 import tests.frontends.every_kind
 
