@@ -144,7 +144,7 @@ class Averaging:
             chosen = [variables[position] for position in shared]
             own = [gradients[position] for position in shared]
             names, notices = self._names(chosen)
-            compared = self._compare(own, chosen, names, notices, optimizer)
+            compared, over = self._compare(own, chosen, names, notices, optimizer)
             try:
                 averaged = self._average(own, chosen, names, raises)
             except Exception:
@@ -154,6 +154,11 @@ class Averaging:
             compared()
             for position, gradient in zip(shared, averaged, strict=True):
                 result[position] = gradient
+            # A step that is refused changes nothing, also what Keras computes without averages: weight decay, the count
+            # of iterations, sums of gradients.
+            after = [*over, *averaged] if self.codes is not None else over
+            kept = [] if optimizer is None else optimizer.variables
+            return engine.held(result, after, [*variables, *kept])
         return result
 
     def _names(self, variables: Sequence[Any]) -> tuple[list[str], DenseNotices | None]:
@@ -196,8 +201,9 @@ class Averaging:
         names: Sequence[str],
         notices: DenseNotices | None,
         optimizer: Any,
-    ) -> Callable[[], Any]:
-        """Begins to compare the variables. Returns a function that waits for the end and raises if they differ.
+    ) -> tuple[Callable[[], Any], list[tf.Tensor]]:
+        """Begins to compare the variables. Returns a function that waits for the end and raises if they differ; in a
+        graph it does nothing, and there is a tensor that is there when the comparison has ended well.
 
         ``notices`` count a step with each comparison, also in a graph.
 
@@ -207,7 +213,7 @@ class Averaging:
         """
         is_eager = tf.executing_eagerly()
         if not is_eager and not engine.runs_in_order():
-            return _nothing
+            return _nothing, []
         pairs = [
             (name, variable)
             for name, variable, gradient in zip(names, variables, gradients, strict=True)
@@ -218,16 +224,15 @@ class Averaging:
             self.what, kind, [name for name, _ in pairs], [variable for _, variable in pairs], self.process_set
         )
         if comparison is None:
-            return _nothing
+            return _nothing, []
         comparison.notices = notices
         lines = [] if optimizer is None else options_of(optimizer)
         rate = None if optimizer is None else _rate_of(optimizer)
         if not is_eager:
-            comparison.add_to_graph(lines, rate)
-            return _nothing
+            return _nothing, [comparison.add_to_graph(lines, rate)]
         if rate is not None:
             lines.append(rate_line(float(rate.numpy() if hasattr(rate, "numpy") else rate)))
-        return comparison.begin(lines).wait
+        return comparison.begin(lines).wait, []
 
     def coded(self, variables: Sequence[Any]) -> CodedGradients:
         """Returns what averages gradients of ``variables`` in codes. Collective the first time."""

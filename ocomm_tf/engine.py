@@ -30,7 +30,7 @@ from ocomm.operations import AllreduceBatch, Operation, RepeatedAllreduce
 from ocomm.runtime.bystanders import TENSORFLOW
 from ocomm.types import DType
 from ocomm_tf.errors import status_of
-from ocomm_tf.naming import shape_of
+from ocomm_tf.naming import shape_of, unwrapped
 
 _IDLE_S = 3600.0
 _PACE_S = 100e-6  # time between two looks at the queue
@@ -266,14 +266,30 @@ def gather(
     return outputs, tf.reshape(rows, [len(tensors), -1])
 
 
-def compare(call: Call, value: tf.Tensor, handles: Sequence[tf.Tensor], label: str) -> None:
-    """Adds ``call`` to the graph under construction, so that it may read the variables of ``handles``.
+def compare(call: Call, value: tf.Tensor, handles: Sequence[tf.Tensor], label: str) -> tf.Tensor:
+    """Adds ``call`` to the graph under construction, so that it may read the variables of ``handles``. Returns a tensor
+    that is there when the call is over.
 
     TensorFlow orders it between what writes to these variables before and after it in the program. Its one tensor is
     ``value``, float32.
     """
     call.static = [(DType.FLOAT32, shape_of(value))]
-    _create("OcommCompare", call, [value], list(handles), label)
+    return _create("OcommCompare", call, [value], list(handles), label)[0]
+
+
+def held(results: Sequence[Any], after: Sequence[tf.Tensor], variables: Sequence[Any]) -> list[Any]:
+    """Returns ``results``. In a ``tf.function`` they, and what the program writes to ``variables`` from here on, wait
+    for ``after``: if one of ``after`` fails, nothing is written.
+
+    TensorFlow orders operations on a variable. So an operation that reads it and waits holds those that write to it.
+    """
+    if tf.executing_eagerly() or not runs_in_order():
+        return list(results)
+    with tf.control_dependencies(after):
+        for plain in map(unwrapped, variables):
+            if hasattr(plain, "handle"):  # not a tensor, of which a tape may take gradients
+                tf.raw_ops.VarIsInitializedOp(resource=plain.handle)
+        return [None if r is None else tf.nest.map_structure(tf.identity, r, expand_composites=True) for r in results]
 
 
 def in_python(function: Callable[..., Any], body: Callable[..., Any], inputs: Any, types: list[Any]) -> list[tf.Tensor]:

@@ -152,12 +152,15 @@ class Comparison:
             turn.start()
         return turn
 
-    def add_to_graph(self, lines: Sequence[str], rate: Any) -> None:
+    def add_to_graph(self, lines: Sequence[str], rate: Any) -> tf.Tensor:
         """Adds ``begin`` to the graph under construction; later changes of the variables wait for its end.
 
         Args:
             lines: One for each hyperparameter.
             rate: The learning rate, a scalar tensor, which is one more hyperparameter; None without one.
+
+        Returns:
+            A tensor that is there when the comparison has ended well.
         """
         value = tf.zeros((), tf.float32) if rate is None else tf.reshape(tf.cast(rate, tf.float32), ())
 
@@ -173,14 +176,11 @@ class Comparison:
 
         handles = [] if self._is_on_device else [plain.handle for plain in self._living()]
         if not engine.problem():
-            engine.compare(engine.Call(start, None), value, handles, "compared")
-            return
+            return engine.compare(engine.Call(start, None), value, handles, "compared")
         # TensorFlow orders operations on a variable, and so everything between two reads of it.
         with tf.control_dependencies([tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles]):
             over = tf.numpy_function(in_python, [value], tf.float32, stateful=True)
-        with tf.control_dependencies([over]):
-            for handle in handles:
-                tf.raw_ops.VarIsInitializedOp(resource=handle)
+        return engine.held([over], [over], self._living())[0]
 
     def start_rows(self, lines: Sequence[str]) -> None:
         """Sends the row of a turn."""

@@ -29,7 +29,7 @@ from ocomm.training.adam import refuse_other
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.training.resume import Source
-from ocomm_tf import mpi_ops
+from ocomm_tf import engine, mpi_ops
 from ocomm_tf.averaging import scaled
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
@@ -124,6 +124,8 @@ class Compressed(Driven):
 
     _frontend: KerasFrontend | None = None
     _setup: tuple[ProcessSet, Mapping[str, Any] | None, Options, Common]
+    #: The variables of the LossScaleOptimizer around it.
+    _variables_around: Sequence[Any] = ()
 
     #: The algorithm, and the driver of its steps.
     ocomm_core: type[Core]
@@ -208,6 +210,8 @@ class Compressed(Driven):
             mpi_ops.refuse_xla()
             counts = tf.cast(learning_rate, tf.float32), tf.convert_to_tensor(self.iterations)
             results = frontend.updated(*counts, indices, grads, trainable_variables)
+            # A step that is refused changes nothing: neither the counts nor the sums of gradients.
+            results = engine.held(results, results, [*self._variables, *self._variables_around])
         for variable, result in zip(trainable_variables, results, strict=True):
             variable.assign(result)  # a value that a low-precision variable can hold
 
@@ -373,7 +377,7 @@ class CompressedAdam(Compressed):
         # schedule may set ``iterations`` to 0.
         is_back = 0 < iterations == noted_at if made else self._is_partial and iterations < noted_at
         if not is_back and self._sum_of_moments() == known:
-            self.__dict__["_noted"] = known, iterations - made, noted_steps  # a graph has counted a step that failed
+            self.__dict__["_noted"] = known, iterations - made, noted_steps  # a script has set ``iterations``
             return
         if not driver.is_at_start:
             raise InvalidRequestError(
@@ -541,6 +545,7 @@ def wrap(
         scaled = LossScaleOptimizer(wrapped, name="loss_scale_optimizer")
     if scaled is not None:
         scaled.inner_optimizer = wrapped
+        wrapped.__dict__["_variables_around"] = scaled._variables  # which its build adds to
         wrapped = subclass_of(_AgreedLossScale, scaled)
         session = sessions.current()
         wrapped.__dict__["_agreement"] = session.automatic_name("loss_scale", process_set.number(session))
