@@ -146,7 +146,9 @@ class Averaging:
             names, notices = self._names(chosen)
             compared, over = self._compare(own, chosen, names, notices, optimizer)
             try:
-                averaged = self._average(own, chosen, names, raises)
+                if self.codes is not None:
+                    compared()  # a step that is refused changes no errors
+                averaged = self._average(own, chosen, names, raises, over)
             except Exception:
                 with contextlib.suppress(OcommError):  # the first error is raised
                     compared()
@@ -239,11 +241,13 @@ class Averaging:
         assert self.codes is not None
         return coded(self.what, variables, lambda: self._names(variables)[0], self.codes, self.process_set)
 
-    def _average(self, gradients: list[Any], variables: list[Any], names: list[str], raises: bool) -> list[Any]:
+    def _average(
+        self, gradients: list[Any], variables: list[Any], names: list[str], raises: bool, over: Sequence[tf.Tensor] = ()
+    ) -> list[Any]:
         if not isinstance(gradients[0], (tf.Tensor, tf.IndexedSlices)):
             return self._average_foreign(gradients, variables, names, raises)
         if self.codes is not None:
-            return list(self.coded(variables).averaged(gradients, variables, raises))
+            return list(self.coded(variables).averaged(gradients, variables, raises, over))
         prefix = mpi_ops.name_in_graph(self.what)
         result: list[Any] = [None] * len(gradients)
         dense: dict[int, tf.Tensor] = {}

@@ -73,7 +73,9 @@ class CodedGradients(ReadyGradients):
             self.driver.load_state(kept[0])
             self.driver.load_rank_state(one_state(kept[1]))
 
-    def averaged(self, gradients: Sequence[Any], variables: Sequence[Any], raises: bool) -> list[tf.Tensor]:
+    def averaged(
+        self, gradients: Sequence[Any], variables: Sequence[Any], raises: bool, after: Sequence[tf.Tensor] = ()
+    ) -> list[tf.Tensor]:
         """Returns the averages over all ranks, now or, in a graph, whenever it runs.
 
         Args:
@@ -81,6 +83,7 @@ class CodedGradients(ReadyGradients):
             variables: The variables, in the same order.
             raises: Whether a gradient that is not finite on some rank is an error; if not, averages are not finite on
                 all ranks.
+            after: In a graph, the step ends when these tensors are there, and changes nothing if one of them fails.
         """
         mpi_ops.refuse_xla()
         is_eager = tf.executing_eagerly()
@@ -98,7 +101,7 @@ class CodedGradients(ReadyGradients):
         indices = [entry.index for entry in self.entries]
         values = [tf.convert_to_tensor(variable) for variable in variables]
         wide = self._made_ready(tf.zeros((), tf.float32), indices, wide, values)
-        with of_tensorflow():
+        with of_tensorflow(), tf.control_dependencies(after):
             results = engine.in_python(tf.numpy_function, body, wide, [tf.float32] * len(wide))
         for result, gradient in zip(results, dense, strict=True):
             result.set_shape(gradient.shape)
