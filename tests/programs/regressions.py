@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.programs import huggingface, lightning
+from tests.programs import keras_dense as dense
+from tests.programs.keras_scripts import Model, Stage
 
 #: Ends of Lightning's fits that are no syncs of 0/1 Adam, and numbers of steps that are not the Trainer's.
 _LIGHTNING = (
@@ -26,5 +28,24 @@ _HUGGINGFACE = (
     huggingface.Program(rows=28, trainings=(huggingface.Training(epochs=3, stop=11),)),
 )
 
+#: Steps of Keras in graphs that are refused: what else was done than to apply averages.
+_KERAS_DENSE = (
+    dense.Program(dense.Setup(Model(decay=0.25), kind="int8"), (Stage(way="graph", fails="nan"),)),
+    dense.Program(
+        dense.Setup(Model()),
+        (Stage(way="graph", batches=2), Stage(way="graph", fails="rate"), Stage(way="graph")),
+    ),
+    dense.Program(
+        dense.Setup(Model(passes=2), kind="int4", horovod=True),
+        (Stage(way="graph", batches=3), Stage(way="graph", fails="nan"), Stage(way="graph", batches=2)),
+    ),
+    dense.Program(
+        dense.Setup(Model(schedule="exponential"), kind="int8"),
+        (Stage(way="loop", batches=4, fails="nan"), Stage(way="loop", batches=4)),
+    ),
+    # The errors of codes had changed.
+    dense.Program(dense.Setup(Model(), kind="int4"), (Stage(batches=2), Stage(fails="rate"), Stage(batches=3))),
+)
+
 #: By the name of the kind.
-FOUND: dict[str, list[Any]] = {"lightning": [_LIGHTNING], "huggingface": [_HUGGINGFACE]}
+FOUND: dict[str, list[Any]] = {"lightning": [_LIGHTNING], "huggingface": [_HUGGINGFACE], "keras_dense": [*_KERAS_DENSE]}
