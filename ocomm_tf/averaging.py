@@ -35,7 +35,7 @@ ARGUMENTS = {
     "elements, and keep what that loses for the next step (docs/algorithms.md): ``op`` is Average, ``groups`` is not "
     "given, variables are float32, bfloat16 or float16, ``tf.IndexedSlices`` are made dense, and building a Keras "
     "optimizer is collective.",
-    "sparse_as_dense": "Makes ``tf.IndexedSlices`` dense instead of gathering them.",
+    "sparse_as_dense": "Makes ``tf.IndexedSlices`` dense instead of gathering them and adding up the rows of an index.",
     "backward_passes_per_step": "The number of passes whose gradients are summed before they are exchanged and "
     "applied. An optimizer of ``tf.compat.v1`` counts the runs of its graph.",
     "op": "Average or Sum.",
@@ -253,9 +253,10 @@ class Averaging:
         dense: dict[int, tf.Tensor] = {}
         for position, gradient in enumerate(gradients):
             if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
-                result[position] = mpi_ops.allreduce(
+                rows = mpi_ops.allreduce(
                     gradient, op=self._op, name=f"{prefix}.{names[position]}", process_set=self.process_set
                 )
+                result[position] = _summed(rows)
             else:
                 dense[position] = tf.convert_to_tensor(gradient)
         groups = self._grouped(list(dense), variables)
@@ -297,6 +298,15 @@ class Averaging:
             ops.convert_to_tensor(average.numpy(), dtype=ops.dtype(gradient))
             for average, gradient in zip(averages, gradients, strict=True)
         ]
+
+
+def _summed(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns ``rows`` with one row for each index, the sum of those that ranks have for it. Keras' optimizers would
+    square and clip each by itself.
+    """
+    indices, places = tf.unique(rows.indices)
+    values = tf.math.unsorted_segment_sum(rows.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, rows.dense_shape)
 
 
 def _nothing() -> None:
