@@ -97,6 +97,8 @@ class Setup:
     dense_bits: int = 32
     shard_state: bool = False
     horovod: bool = False
+    #: Whether the weight decay changes, which no simulation knows.
+    decays: bool = False
 
     @property
     def hosts(self) -> list[str]:
@@ -111,6 +113,7 @@ class Setup:
             and not self.shard_state
             and not self.model.low
             and not self.model.excluded
+            and not self.decays
             and (self.model.clip is None or self.model.clip[0] == "clipvalue")
         )
 
@@ -172,7 +175,8 @@ def programs(draw: st.DrawFn) -> Program:
         horovod=draw(st.booleans()),
     )
     failures = ["nan"] if is_local else ["nan", "rate"]
-    drawn = draw(scripts.stages(model, ranks, absent=False, failures=failures))
+    drawn = draw(scripts.stages(model, ranks, absent=model.passes == 1, failures=failures, decays=lambda way: True))
+    setup = replace(setup, decays=any(isinstance(e, scripts.Decay) for stage in drawn for e in stage.events))
     # A step that other hyperparameters have ended is the optimizer's last.
     ends = [number for number, stage in enumerate(drawn) if stage.fails == "rate"]
     return Program(setup, drawn[: ends[0] + 1] if ends else drawn, draw(st.integers(0, 1 << 20)))
@@ -296,7 +300,9 @@ def by_simulation(program: Program) -> list[list[Array]]:
                 if scripts.is_update(done, model.passes):
                     share = summed / np.float32(model.passes)
                     inner.effective[:] = [[_clipped(g * share, model) for g in own] for own in sums]
-                    inner.effective[:] = [[own[i] for i in model.trained] for own in inner.effective]
+                    inner.effective[:] = [
+                        [None if i in stage.absent else own[i] for i in model.trained] for own in inner.effective
+                    ]
                     sums = []
                 done += 1
             script.optimizer.apply([tf.constant(np.full(SHAPES[i], dummy)) for i in model.trained], script.trained)

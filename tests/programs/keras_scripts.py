@@ -27,6 +27,8 @@ SHAPES = [(9, 7), (5, 3), (7,), ()]
 NAMES = ["kernel_0", "kernel_1", "bias_2", "scale_3"]
 COUNT = len(SHAPES)
 NUMELS = [math.prod(shape) for shape in SHAPES]
+#: The rows of v[0] in the order of a sparse gradient.
+ROWS = [4, 0, 8, 2, 1, 7, 3, 6, 5]
 #: Seconds after which a rank that waits gives up on the others.
 PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
 RATE = 0.0625
@@ -54,6 +56,8 @@ class Model:
     constrained: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
     low: tuple[int, ...] = ()
+    #: Whether the gradient of v[0] is ``tf.IndexedSlices``.
+    sparse: bool = False
 
     @property
     def trained(self) -> list[int]:
@@ -77,6 +81,14 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Decay:
+    value: float
+
+    def __str__(self) -> str:
+        return f"optimizer.weight_decay = {self.value}"
+
+
+@dataclass(frozen=True)
 class Reload:
     def __str__(self) -> str:
         return "save and load the optimizer's state"
@@ -88,7 +100,7 @@ class Retrace:
         return "make a new graph"
 
 
-Event = Rate | Write | Reload | Retrace
+Event = Rate | Write | Decay | Reload | Retrace
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,7 @@ class Net(keras.Model):
 
     def __init__(self, model: Model, noise: Noise) -> None:
         super().__init__()
+        self.is_sparse = model.sparse
         self.parameters = []
         for i, shape in enumerate(SHAPES):
             self.parameters.append(
@@ -180,11 +193,11 @@ class Net(keras.Model):
 
     def total(self, flat: Any, used: Sequence[int]) -> Any:
         """Returns the loss of a batch, with the variables ``used``."""
-        grads = tf.split(flat, NUMELS)
-        terms = [
-            tf.reduce_sum(tf.cast(self.parameters[i].value, tf.float32) * tf.reshape(grads[i], SHAPES[i])) for i in used
-        ]
-        return tf.add_n(terms)
+        grads = [tf.reshape(part, shape) for part, shape in zip(tf.split(flat, NUMELS), SHAPES, strict=True)]
+        values = [self.parameters[i].value for i in range(COUNT)]
+        if self.is_sparse:
+            values[0], grads[0] = tf.gather(values[0], ROWS), tf.gather(grads[0], ROWS)
+        return tf.add_n([tf.reduce_sum(tf.cast(values[i], tf.float32) * grads[i]) for i in used])
 
     def call(self, flat: Any) -> Any:
         return tf.reshape(self.total(flat[0], range(COUNT)), (1, 1))
@@ -249,6 +262,8 @@ class Script:
         for event in stage.events:
             if isinstance(event, Rate):
                 self.optimizer.learning_rate = event.value
+            elif isinstance(event, Decay):
+                inner_of(self.optimizer).weight_decay = event.value
             elif isinstance(event, Write):
                 shape = SHAPES[event.at]
                 self.net.parameters[event.at].assign(self.noise(NUMELS[event.at], "write", number).reshape(shape))
@@ -353,11 +368,21 @@ def models(draw: st.DrawFn, inners: Sequence[str]) -> Model:
         schedule=draw(st.sampled_from(["", "", "piecewise", "exponential"])),
         constrained=draw(st.sampled_from([(), (), (1,)])),
         frozen=draw(st.sampled_from([(), (), (0,), (2,)])),
+        sparse=draw(st.sampled_from([False, False, True])),
     )
 
 
 @st.composite
-def stages(draw: st.DrawFn, model: Model, ranks: int, *, absent: bool, failures: Sequence[str]) -> tuple[Stage, ...]:
+def stages(
+    draw: st.DrawFn,
+    model: Model,
+    ranks: int,
+    *,
+    absent: bool,
+    failures: Sequence[str],
+    decays: Callable[[str], bool],
+) -> tuple[Stage, ...]:
+    """``decays`` says in which ways of running batches another weight decay is seen."""
     found: list[Stage] = []
     done = compared = 0
     way = draw(st.sampled_from(WAYS))
@@ -365,9 +390,11 @@ def stages(draw: st.DrawFn, model: Model, ranks: int, *, absent: bool, failures:
         if draw(st.integers(0, 3)) == 0:
             way = draw(st.sampled_from(WAYS))
         events: list[Event] = []
-        for kind in draw(st.lists(st.sampled_from(["rate", "write", "reload", "retrace"]), max_size=2)):
+        for kind in draw(st.lists(st.sampled_from(["rate", "write", "reload", "retrace", "decay"]), max_size=2)):
             if kind == "rate" and not model.schedule:
                 events.append(Rate(draw(st.sampled_from([RATE / 2, RATE * 2]))))
+            elif kind == "decay" and model.decay and decays(way):
+                events.append(Decay(draw(st.sampled_from([0.125, 0.5]))))
             elif kind == "write":
                 events.append(Write(draw(st.integers(0, COUNT - 1))))
             elif kind == "reload":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.programs import huggingface, lightning
+from tests.programs import keras_compressed as compressed
 from tests.programs import keras_dense as dense
 from tests.programs.keras_scripts import Model, Stage
 
@@ -43,9 +44,34 @@ _KERAS_DENSE = (
         dense.Setup(Model(schedule="exponential"), kind="int8"),
         (Stage(way="loop", batches=4, fails="nan"), Stage(way="loop", batches=4)),
     ),
+    # A step that was counted changed when averages of variables are taken over: by 1.1 after a first step.
+    dense.Program(
+        dense.Setup(Model(ema=(0.9, 2)), kind="int8"), (Stage(way="graph", fails="nan"), Stage(way="graph", batches=6))
+    ),
+    # Rows of two ranks for one index were squared and clipped each by itself.
+    dense.Program(dense.Setup(Model("adam", sparse=True)), (Stage(batches=3),)),
+    dense.Program(
+        dense.Setup(Model(clip=("clipnorm", 1.0), sparse=True), tape=True, ranks=3), (Stage(way="graph", batches=3),)
+    ),
     # The errors of codes had changed.
     dense.Program(dense.Setup(Model(), kind="int4"), (Stage(batches=2), Stage(fails="rate"), Stage(batches=3))),
 )
 
+_KERAS_COMPRESSED = (
+    compressed.Program(
+        compressed.Setup(Model(ema=(0.9, 1)), "EF-SGD"),
+        (Stage(way="graph", fails="nan"), Stage(way="graph", batches=6)),
+    ),
+    compressed.Program(
+        compressed.Setup(Model("adam", ema=(0.5, 3), scale=(8.0, 2)), "1-bit Adam"),
+        (Stage(way="graph", batches=2), Stage(way="graph", fails="rate")),
+    ),
+)
+
 #: By the name of the kind.
-FOUND: dict[str, list[Any]] = {"lightning": [_LIGHTNING], "huggingface": [_HUGGINGFACE], "keras_dense": [*_KERAS_DENSE]}
+FOUND: dict[str, list[Any]] = {
+    "lightning": [_LIGHTNING],
+    "huggingface": [_HUGGINGFACE],
+    "keras_dense": [*_KERAS_DENSE],
+    "keras_compressed": [*_KERAS_COMPRESSED],
+}
