@@ -7,7 +7,63 @@ from typing import Any
 from tests.programs import huggingface, lightning
 from tests.programs import keras_compressed as compressed
 from tests.programs import keras_dense as dense
+from tests.programs import torch_compressed as torchs
 from tests.programs.keras_scripts import Model, Stage
+
+_WHOLE = ((3, 2, 1, 0),)
+_TWO, _THREE, _FOUR = ((_WHOLE,) * ranks for ranks in (2, 3, 4))
+_TORCH_COMPRESSED = (
+    # An optimizer that is dropped while its node's sums are under way.
+    torchs.Program(
+        torchs.Setup("Lion", 4, 2, bucket_numel=1 << 17), (torchs.Step(_FOUR), torchs.Step(_FOUR, end="drop"))
+    ),
+    torchs.Program(
+        torchs.Setup("1-bit Adam, compressed", 4, 2, "native"),
+        (*[torchs.Step(_FOUR)] * 4, torchs.Step(_FOUR, end="drop")),
+    ),
+    # The headers of a sharded step of many segments, in lanes that are used again.
+    *[
+        torchs.Program(
+            torchs.Setup("1-bit Adam, dense", 3, block_size=16, shard_state=True, bucket_numel=1 << 17),
+            (torchs.Step(_THREE), torchs.Step(_THREE, end="nan", victim=1)),
+            seed,
+        )
+        for seed in range(4)
+    ],
+    # A parameter whose decay is coupled, and one in 16 bits, that are perturbed for a backward pass.
+    *[
+        torchs.Program(
+            torchs.Setup("EF-SGD", low=low, decay=0.25),
+            (torchs.Step(_TWO), torchs.Step(_TWO, before=(torchs.Perturb(how, own),)), torchs.Step(_TWO)),
+        )
+        for low in ((), (0, 1, 2, 3))
+        for how, own in (("add_", False), ("data", True))
+    ],
+    *[
+        torchs.Program(
+            torchs.Setup("int8", low=low),
+            (*[torchs.Step(_TWO, before=(torchs.Perturb("data", True),))] * 3, torchs.Step(_TWO)),
+        )
+        for low in ((), (0, 1, 2, 3))
+    ],
+    # In codes, a 16-bit parameter that is written after backward.
+    torchs.Program(
+        torchs.Setup("int8", low=(0,)),
+        (torchs.Step(_TWO, between=(torchs.Write(0, "copy_"),)), torchs.Step(_TWO)),
+    ),
+    # What gradients are compressed with is changed after backward, where a rank had no gradient.
+    *[
+        torchs.Program(
+            torchs.Setup(kind),
+            (*[torchs.Step(_TWO)] * 2, torchs.Step((_WHOLE, ((),)), between=(torchs.Hyper(what, value),))),
+        )
+        for kind, what, value in (("EF-SGD", "lr", 0.02), ("0/1 Adam", "beta", 0.8))
+    ],
+    # Parameters in 16 bits that are written after the wrap, and a first step that a rank begins in step().
+    torchs.Program(
+        torchs.Setup("Birder", low=(0,)), (torchs.Step((_WHOLE, ((),)), before=(torchs.Write(0, "new data"),)),)
+    ),
+)
 
 #: Ends of Lightning's fits that are no syncs of 0/1 Adam, and numbers of steps that are not the Trainer's.
 _LIGHTNING = (
@@ -70,6 +126,7 @@ _KERAS_COMPRESSED = (
 
 #: By the name of the kind.
 FOUND: dict[str, list[Any]] = {
+    "torch_compressed": [*_TORCH_COMPRESSED],
     "lightning": [_LIGHTNING],
     "huggingface": [_HUGGINGFACE],
     "keras_dense": [*_KERAS_DENSE],

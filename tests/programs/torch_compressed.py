@@ -294,7 +294,8 @@ def _setups(draw: st.DrawFn) -> Setup:
         "decay": draw(st.sampled_from([0.0, 0.0, 0.25] if not coupled else [0.0, 0.25])),
         "passes": draw(st.sampled_from([1, 1, 2])),
         "frozen": draw(st.sampled_from([(), (), (0,), (3,)])),
-        "fused": draw(st.booleans()),
+        # Torch's fused SGD fails where some parameters have no momentum yet.
+        "fused": kind != "int8" and draw(st.booleans()),
         "bucket_numel": draw(st.sampled_from([32, 64, 1 << 17])),
         "segment_nbytes": draw(st.sampled_from([64, 200, 8 << 20])),
     }
