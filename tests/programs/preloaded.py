@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import hypothesis.strategies
 import keras
 import torch
 import torch._dynamo
@@ -16,5 +17,5 @@ import ocomm_torch.distributed
 import tests.faults.world
 import tests.frontends.every_kind
 
-__all__ = ["keras", "ocomm_tf", "ocomm_torch", "tests", "torch"]
+__all__ = ["hypothesis", "keras", "ocomm_tf", "ocomm_torch", "tests", "torch"]
 torch.set_num_threads(1)

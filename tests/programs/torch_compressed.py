@@ -32,7 +32,7 @@ from tests.faults import world
 from tests.frontends.every_kind import KINDS, Kind, named_arrays
 from tests.frontends.onebit_jobs import digest
 
-FEW = 60
+FEW = 40
 #: A tensor of several blocks, one with a short last block, a vector, a scalar.
 SHAPES = [(9, 7), (5, 9), (40,), ()]
 COUNT = len(SHAPES)
