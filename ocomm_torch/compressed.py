@@ -239,7 +239,7 @@ class CompressedOptimizer(HasRankState):
                     f"{spec.order} when it was wrapped: change the memory format of a model before. " + self._fixed
                 )
         if self._stepper.begun and self._driver.is_decay_coupled:
-            self._object_to_posted()
+            self._object_to_posted()  # and what they have read lives on
         else:
             self._held.clear()
         self._held += [p.detach() for p in self._tensors]
@@ -314,26 +314,27 @@ class CompressedOptimizer(HasRankState):
         self._stepper.buckets.expected = [p.requires_grad for p in self._parameters]
         self._driver.begin(early)
 
-    def _settle(self) -> None:
-        """Takes the parameters as the script has left them: their memory, and for masters what was written to them.
+    def _take_written(self) -> None:
+        """Copies to masters what the script has written to their parameters.
 
         Called where the step ends, on all ranks. Until then the script may have other values in them, such as noise for
         backward.
         """
-        self._find_parameters()
-        self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
-        if not self._has_masters:
-            return
         self._masters.look()
         is_read = self._driver.is_at_start or any(group.coupled_decay for group in self._driver.groups())
         if self._placement.is_device and not is_read:
             return  # the host would wait for all that Torch has queued; ``Driver.step`` takes them later
-        if self._masters.take() and self._driver.is_decay_coupled:
+        if self._masters.take():
+            self._object_to_posted()
+
+    def _follow(self) -> None:
+        """Copies to masters what was written to their parameters, before a state is saved."""
+        if self._masters.follow():
             self._object_to_posted()
 
     def _object_to_posted(self) -> None:
-        """Says that parameters have changed which posted gradients were compressed with."""
-        if self._stepper.begun and self._stepper.buckets.posted_tensors:
+        """Says that parameters have changed, which posted gradients were compressed with if decay is coupled."""
+        if self._stepper.begun and self._driver.is_decay_coupled and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)
 
     @contextlib.contextmanager
@@ -403,8 +404,11 @@ class CompressedOptimizer(HasRankState):
             self._gradients.require_freed()
         if self._stepper.begun and self._placement.offloads:
             self._gradients.post_copies()
-        self._settle()
-        if self._gradients.decayed.have_changed():
+        self._find_parameters()
+        self._placement.arrive()  # work that Torch has queued since the last hook may read what will be written
+        if self._has_masters:
+            self._take_written()
+        if self._gradients.decayed.noted and self._gradients.decayed.have_changed():
             self._object_to_posted()
         if not self._stepper.begun:
             self._begin()
@@ -454,7 +458,10 @@ class CompressedOptimizer(HasRankState):
         """
         if self._local.inside:
             self._local.take_gradients()  # others wait for this rank in step(), where torch adds up partial sums
-        self._settle()  # the vote compares parameters
+        self._find_parameters()
+        self._placement.arrive()
+        if self._has_masters:
+            self._take_written()  # the vote compares them
         if not self._stepper.begun:
             self._begin()
         try:
@@ -539,7 +546,7 @@ class CompressedOptimizer(HasRankState):
         """
         self._find_parameters()
         self._placement.arrive()
-        self._masters.follow()
+        self._follow()
         full = dict(super().state_dict())
         state = full["state"] = {number: copied(entry) for number, entry in full["state"].items()}
         full["param_groups"] = list(map(copied, full["param_groups"]))
@@ -637,7 +644,7 @@ class CompressedOptimizer(HasRankState):
         """
         self._find_parameters()
         self._placement.arrive()
-        self._masters.follow()
+        self._follow()
         return to_torch(self._driver.rank_state())
 
     @contextlib.contextmanager

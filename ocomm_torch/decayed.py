@@ -26,8 +26,8 @@ class DecayedParameters:
     ) -> None:
         self._tensors = tensors
         self._checksums = checksums
-        #: By index, the version of each parameter that was read, and its checksum, 0 if none was made.
-        self._read: dict[int, tuple[int, int]] = {}
+        #: By index of what was read, the version of the parameter, and its checksum, 0 if none was made.
+        self.noted: dict[int, tuple[int, int]] = {}
         self._part = NOTHING
         #: True if a parameter was read twice, with a write between.
         self._has_changed = False
@@ -38,15 +38,15 @@ class DecayedParameters:
         """
         self._part = part
         for index, now in self._look(indices).items():
-            self._has_changed |= self._read.setdefault(index, now) != now
+            self._has_changed |= self.noted.setdefault(index, now) != now
 
     def have_changed(self) -> bool:
         """Returns True if a parameter is another one than when it was read."""
-        return self._has_changed or self._look(list(self._read)) != self._read
+        return self._has_changed or self._look(list(self.noted)) != self.noted
 
     def forget(self) -> None:
         """Ends the step."""
-        self._read.clear()
+        self.noted.clear()
         self._has_changed = False
 
     def _look(self, indices: list[int]) -> dict[int, tuple[int, int]]:

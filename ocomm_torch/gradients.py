@@ -90,7 +90,8 @@ class Gradients:
         self.copies.clear()
         self._fetched.clear()
         self._freed.clear()
-        self.decayed.forget()
+        if self.decayed.noted:
+            self.decayed.forget()
         if self.frees:
             for tensor in self._tensors:
                 tensor.grad = None

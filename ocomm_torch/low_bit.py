@@ -303,8 +303,9 @@ class Optimizer(CompressedOptimizer):
         if failure is not None:
             raise failure
         if self.outcome is StepOutcome.TAKE:
-            self._settle()
-            self._masters.take()
+            self._find_parameters()
+            self._placement.arrive()
+            self._masters.follow()
             self._driver.compare()
             self._step_inner()
         self._inner.__dict__.update(STEPPED)

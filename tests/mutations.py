@@ -696,7 +696,7 @@ MUTATIONS = [
     Mutation(
         "Torch: a coupled decay of a parameter that was written is kept",
         "ocomm_torch/compressed.py",
-        "if self._gradients.decayed.have_changed():",
+        "if self._gradients.decayed.noted and self._gradients.decayed.have_changed():",
         "if False:",
         PROGRAMS,
     ),
@@ -710,8 +710,8 @@ MUTATIONS = [
     Mutation(
         "Torch: in codes, what is written after backward is lost",
         "ocomm_torch/low_bit.py",
-        "            self._masters.take()\n",
-        "            self._masters.look()\n",
+        "            self._masters.follow()\n",
+        "",
         PROGRAMS,
     ),
     Mutation(
@@ -724,9 +724,9 @@ MUTATIONS = [
     Mutation(
         "Torch: the ranks compare masters before these follow",
         "ocomm_torch/compressed.py",
-        "        self._settle()\n        if self._gradients.decayed",
-        "        if not self._stepper.begun:\n            self._find_parameters()\n            self._begin()\n"
-        "        self._settle()\n        if self._gradients.decayed",
+        "            self._take_written()\n        if self._gradients.decayed",
+        "            if not self._stepper.begun:\n                self._begin()\n"
+        "            self._take_written()\n        if self._gradients.decayed",
         PROGRAMS,
     ),
     Mutation(

@@ -372,7 +372,13 @@ class Stepper:
                 self.objections |= _AVERAGE
         if core.steps_locally:
             self._look_at_local()
-        replica = self._replica_checksum() if self.noted_replica is None else self.noted_replica
+        replica = self.noted_replica or 0
+        if self.noted_replica is None and self._replicas is not None and self.compares_replicas:
+            number = self.step // core.steps_per_exchange
+            replica = self._replicas.checksum(
+                core.replica_addresses().__getitem__, range(self._compared + 1, number + 1)
+            )
+            self._compared = number
         flags = self.objections | (_UNPOSTED if buckets.is_surprised else 0)
         if not self.keeps_gradients:
             flags |= _RELEASED
@@ -380,21 +386,16 @@ class Stepper:
         said = Statement(self.step + 1, attempt, hyper, lr, flags, announcement, replica, gradients)
         return said._replace(squares=squares) if with_average_norm and squares is not None else said
 
-    def _replica_checksum(self) -> int:
-        """Returns a checksum of what all ranks must have alike in the next vote; 0 if nothing is compared."""
-        if self._replicas is None or not self.compares_replicas:
-            return 0
-        number = self.step // self.core.steps_per_exchange
-        addresses = self.core.replica_addresses().__getitem__
-        found = self._replicas.checksum(addresses, range(self._compared + 1, number + 1))
-        self._compared = number
-        return found
-
     def note_replicas(self) -> None:
         """Makes the next vote say what replicas are now, between two steps: where a step's exchange ends in backward, a
         script may have other values in parameters then.
         """
-        self.noted_replica = self._replica_checksum()
+        self.noted_replica = 0
+        if self.compares_replicas:
+            assert self._replicas is not None
+            steps = range(self._compared + 1, self.step // self.core.steps_per_exchange + 1)
+            self.noted_replica = self._replicas.checksum(self.core.replica_addresses().__getitem__, steps)
+            self._compared = steps.stop - 1
 
     def _squares_of(self, flow: ShardedFlow) -> float:
         """Waits for the averages that this rank alone has, and returns the sum of their squares."""

@@ -378,7 +378,8 @@ class Driver:
         a gradient since it was posted. ``before_take()`` is called before parameters change.
         """
         self._before_take = before_take
-        self.begin()
+        if self._at_start or not self.stepper.begun:
+            self.begin()
         if changed() or (not self.stepper.objections & _CHANGED and self.stepper.buckets.changed_tensors()):
             self.stepper.object(Flag.CHANGED | Flag.EDITED)
         return self._end(self._exchange)
