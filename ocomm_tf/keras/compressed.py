@@ -201,18 +201,22 @@ class Compressed(Driven):
     def _backend_update_step(self: Any, grads: Any, trainable_variables: Any, learning_rate: Any) -> None:
         self.ocomm_exchanges += 1
         frontend: KerasFrontend = self._frontend
-        indices = [self._get_variable_index(v) for v in trainable_variables]
+        count = len(self._trainable_variables)
+        given = [self._get_variable_index(v) for v in trainable_variables]
+        # A step may move a variable without a gradient: a sync of 0/1 Adam does.
+        indices = [*given, *(index for index in range(count) if index not in given)]
+        variables = [self._trainable_variables[index] for index in indices]
         if keras.backend.backend() != "tensorflow":
-            values = [v.value.detach().float().cpu() for v in trainable_variables]
+            values = [v.value.detach().float().cpu() for v in variables]
             self.ocomm_follow(int(self.iterations.numpy()))
             results = frontend.step(float(learning_rate), indices, [g.detach().cpu() for g in grads], values)
         else:
             mpi_ops.refuse_xla()
             counts = tf.cast(learning_rate, tf.float32), tf.convert_to_tensor(self.iterations)
-            results = frontend.updated(*counts, indices, grads, trainable_variables)
+            results = frontend.updated(*counts, indices, grads, variables)
             # A step that is refused changes nothing: neither the counts nor the sums of gradients.
             results = engine.held(results, results, [*self._variables, *self._variables_around])
-        for variable, result in zip(trainable_variables, results, strict=True):
+        for variable, result in zip(variables, results, strict=True):
             variable.assign(result)  # a value that a low-precision variable can hold
 
     # The complete state, for elastic jobs

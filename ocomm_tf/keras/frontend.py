@@ -113,9 +113,10 @@ class KerasFrontend(ReadyGradients):
         variables: Sequence[Any],
     ) -> list[tf.Tensor]:
         """Makes one step on all ranks, now or, in a graph, whenever it runs; returns the new values of the variables
-        ``indices``. ``iterations`` are the optimizer's before the step: a graph may count on while it makes the step.
+        ``indices``, the first of which have ``gradients``. ``iterations`` are the optimizer's before the step: a graph
+        may count on while it makes the step.
         """
-        count = len(indices)
+        count = len(gradients)
 
         in_order = not tf.executing_eagerly() and engine.runs_in_order()
         if not tf.executing_eagerly():
@@ -132,33 +133,29 @@ class KerasFrontend(ReadyGradients):
                 return self.step(float(lr), indices, arrays[:count], arrays[count:])
 
         values = [tf.cast(tf.convert_to_tensor(v), tf.float32) for v in variables]
-        dense = self._made_ready(rate, indices, [tf.convert_to_tensor(g) for g in gradients], values)
+        dense = self._made_ready(rate, indices[:count], [tf.convert_to_tensor(g) for g in gradients], values[:count])
         with of_tensorflow():
             inputs = [rate, iterations, *dense, *values]
-            results = engine.in_python(tf.numpy_function, body, inputs, [tf.float32] * count)
+            results = engine.in_python(tf.numpy_function, body, inputs, [tf.float32] * len(indices))
         for result, value in zip(results, values, strict=True):
             result.set_shape(value.shape)
         return results
 
     def step(self, lr: float, indices: Sequence[int], gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Makes one step on all ranks. Gradients and values are those of the variables ``indices``; returns new values.
+        """Makes one step on all ranks. Values are those of all variables, in the order ``indices``, and gradients those
+        of the first; returns new values.
 
         All of them are float32.
         """
         self._lr = shortest(lr)
         where = {index: position for position, index in enumerate(indices)}
-        absent = [number for number, entry in enumerate(self.entries) if entry.index not in where]
+        absent = [number for number, entry in enumerate(self.entries) if where[entry.index] >= len(gradients)]
         self._discard([number for number in absent if number in self._early])
-        if self.driver.is_at_start and absent:  # the ranks compare all variables
-            variables = self._owner._trainable_variables
-            for number in absent:
-                self._take(number, np.asarray(variables[self.entries[number].index].numpy(), np.float32))
         for number, entry in enumerate(self.entries):
-            position = where.get(entry.index)
-            if position is not None:
-                self._take(number, np.asarray(values[position]))
-                if number not in self._early:
-                    self._gradients[number] = entry.to_wire(np.asarray(gradients[position]))
+            position = where[entry.index]
+            self._take(number, np.asarray(values[position]))
+            if position < len(gradients) and number not in self._early:
+                self._gradients[number] = entry.to_wire(np.asarray(gradients[position]))
         try:
             if self._stale:
                 self.driver.stepper.object(Flag.CHANGED)

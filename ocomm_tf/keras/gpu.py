@@ -112,7 +112,7 @@ class GpuFrontend(KerasFrontend):
         gradients: Sequence[Any],
         variables: Sequence[Any],
     ) -> list[tf.Tensor]:
-        count = len(indices)
+        count = len(gradients)
         entry_of = {entry.index: entry for entry in self.entries}
         entries = [entry_of[index] for index in indices]
 
@@ -121,7 +121,7 @@ class GpuFrontend(KerasFrontend):
             return self.step(float(lr), indices, tensors[:count], tensors[count:])
 
         with tf.device(self._device):
-            given = [_to_wire(tf.convert_to_tensor(g), entry) for g, entry in zip(gradients, entries, strict=True)]
+            given = [_to_wire(tf.convert_to_tensor(g), entry) for g, entry in zip(gradients, entries, strict=False)]
             values = [_copy(_to_wire(tf.convert_to_tensor(v), p)) for v, p in zip(variables, entries, strict=True)]
             if tf.executing_eagerly():
                 with of_tensorflow():
@@ -129,7 +129,7 @@ class GpuFrontend(KerasFrontend):
                     results = body(rate, iterations, *there, *values)
             else:
                 inputs = [rate, iterations, *given, *values]
-                results = engine.in_python(tf.py_function, body, inputs, [tf.float32] * count)
+                results = engine.in_python(tf.py_function, body, inputs, [tf.float32] * len(indices))
                 for result, value in zip(results, values, strict=True):
                     result.set_shape(value.shape)
             return [_from_wire(result, entry) for result, entry in zip(results, entries, strict=True)]
@@ -142,13 +142,12 @@ class GpuFrontend(KerasFrontend):
         self._let_go()
         try:
             for number, entry in enumerate(self.entries):
-                position = position_of.get(entry.index)
-                if position is None:
-                    absent.append(number)
-                    self._take_copy(number, self._owner._trainable_variables[entry.index])
-                else:
-                    self._hold(number, values[position])
+                position = position_of[entry.index]
+                self._hold(number, values[position])
+                if position < len(gradients):
                     self._addresses[number] = address_of(gradients[position])
+                else:
+                    absent.append(number)
             self.driver.step(lambda: False)
             self._refuse_absent(absent)
         except BaseException:

@@ -105,6 +105,10 @@ class Setup:
         return [f"host{rank // self.slots}" for rank in range(self.ranks)] if self.slots else []
 
     @property
+    def steps_locally(self) -> bool:
+        return "local" in self.kind
+
+    @property
     def is_simulated(self) -> bool:
         return (
             KINDS[self.kind].simulate is not None
@@ -161,6 +165,7 @@ def programs(draw: st.DrawFn) -> Program:
     ranks, slots = draw(st.sampled_from([(2, 0), (2, 0), (3, 0), (4, 2)]))
     has_moments = kind.startswith(("1-bit", "0/1"))
     dense_bits = draw(st.sampled_from([32, 32, 16, 8, 4])) if has_moments else 32
+    may_shard = kind.startswith("1-bit Adam") and dense_bits == 32 and not slots
     setup = Setup(
         model=model,
         kind=kind,
@@ -171,7 +176,7 @@ def programs(draw: st.DrawFn) -> Program:
         max_grad_norm=draw(st.sampled_from([None, None, 2.0])) if kind != "SoftSignSGD" and not is_local else None,
         clip=draw(st.sampled_from(["exact", "previous"])),
         dense_bits=dense_bits,
-        shard_state=kind.startswith("1-bit Adam") and dense_bits == 32 and draw(st.sampled_from([False, False, True])),
+        shard_state=may_shard and draw(st.sampled_from([False, False, True])),
         horovod=draw(st.booleans()),
     )
     failures = ["nan"] if is_local else ["nan", "rate"]
@@ -183,9 +188,13 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def reload(optimizer: Any) -> None:
-    """Saves the whole state and loads it."""
+    """Saves the whole state and loads it: that of one rank on all, and each rank's own."""
     inner = scripts.inner_of(optimizer)
-    state, own = inner.ocomm_state(), inner.ocomm_rank_state()
+    values = [v.numpy() for v in inner._trainable_variables]
+    own = inner.ocomm_rank_state()
+    values, state = hvd.broadcast_object((values, inner.ocomm_state()), 0)
+    for v, value in zip(inner._trainable_variables, values, strict=True):
+        v.assign(value)
     inner.ocomm_load_state(state)
     inner.ocomm_load_rank_state(one_state(own))
 
@@ -217,6 +226,9 @@ def on_a_rank(program: Program, session: Session, clean: bool) -> list[tuple[str
                 for old, new in zip(before, script.state(), strict=True):
                     assert np.array_equal(old, new), f"stage {number}, {error}: {old} became {new}"
         seen.append((error, script.values()))
+    if setup.steps_locally:
+        script.optimizer.finish()
+        seen.append(("", script.values()))
     return seen
 
 
@@ -305,7 +317,8 @@ def by_simulation(program: Program) -> list[list[Array]]:
                     ]
                     sums = []
                 done += 1
-            script.optimizer.apply([tf.constant(np.full(SHAPES[i], dummy)) for i in model.trained], script.trained)
+            grads = [None if i in stage.absent else tf.constant(np.full(SHAPES[i], dummy)) for i in model.trained]
+            script.optimizer.apply(grads, script.trained)
         if stage.way.startswith("fit") and not refused:
             script.optimizer.finalize_variable_values(script.trained)
         seen.append(script.values())
@@ -332,17 +345,24 @@ def run(program: Program) -> None:
     found = run_ranks(setup.ranks, noisy, settings, hosts=setup.hosts)
     expected = run_ranks(setup.ranks, clean, settings, hosts=setup.hosts)
     simulated = by_simulation(program) if setup.is_simulated else None
+    if setup.steps_locally:
+        ends = [seen.pop()[1] for seen in found]
+        for rank, values in enumerate(ends):
+            for i in range(COUNT):
+                assert np.array_equal(values[i], ends[0][i]), (
+                    f"after finish() v[{i}] of rank {rank} differs from rank 0's"
+                )
     for rank, seen in enumerate(found):
         for number, (error, values) in enumerate(seen):
             where = f"stage {number} on rank {rank}"
             stage = program.stages[number]
             refused = stage.fails and (stage.fails == "rate" or setup.model.scale is None)
             # A step between syncs asks nobody.
-            assert bool(error) == bool(refused) or "local" in setup.kind, f"{where}: {error or 'no error'}"
-            if "local" not in setup.kind:
+            assert bool(error) == bool(refused) or setup.steps_locally, f"{where}: {error or 'no error'}"
+            if not setup.steps_locally:
                 assert error == found[0][number][0], f"{where}: {error}, and {found[0][number][0]} on rank 0"
             for i in range(COUNT):
-                if "local" not in setup.kind:
+                if not setup.steps_locally:
                     assert np.array_equal(values[i], found[0][number][1][i]), f"{where}: v[{i}] differs from rank 0's"
                 replayed = expected[rank][number][1][i]
                 assert np.array_equal(values[i], replayed), (

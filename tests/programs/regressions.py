@@ -114,6 +114,10 @@ _KERAS_DENSE = (
 )
 
 _KERAS_COMPRESSED = (
+    # A sync moved a variable without a gradient, and Keras did not learn of it.
+    compressed.Program(
+        compressed.Setup(Model("adam"), "0/1 Adam, local steps"), (Stage(batches=4), Stage(batches=6, absent=(1,)))
+    ),
     compressed.Program(
         compressed.Setup(Model(ema=(0.9, 1)), "EF-SGD"),
         (Stage(way="graph", fails="nan"), Stage(way="graph", batches=6)),
