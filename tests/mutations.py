@@ -372,11 +372,11 @@ MUTATIONS = [
         "frontends/test_tf_mixed.py frontends/test_teams.py",
     ),
     Mutation(
-        "Keras on a GPU: an absent variable is not copied",
-        "ocomm_tf/keras/gpu.py",
-        "self._take_copy(number, self._owner._trainable_variables[entry.index])",
-        "pass",
-        "frontends/test_tf_gpu.py",
+        "Keras: a variable without a gradient keeps its value",
+        "ocomm_tf/keras/compressed.py",
+        "for variable, result in zip(variables, results, strict=True):",
+        "for variable, result in zip(trainable_variables, results, strict=False):",
+        PROGRAMS,
     ),
     Mutation(
         "TF: local gradients are not divided",
