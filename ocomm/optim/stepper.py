@@ -447,7 +447,7 @@ class Stepper:
     def _say_why(self, heard: int) -> None:
         """Warns that nothing overlaps any more, and why. ``heard``: the flags of the first attempt."""
         norms = self._vote.norms
-        if heard & Flag.EDITED and len(norms) > 1:
+        if heard & Flag.EDITED and len(norms) > 1 and np.isfinite(norms).all():
             low, high = int(np.argmin(norms)), int(np.argmax(norms))
             where = (
                 f"{norms[low]:.6g} on rank {self.wire.ranks[low]} and {norms[high]:.6g} on rank {self.wire.ranks[high]}"

@@ -84,7 +84,8 @@ class Vote:
         self.mean_square = 0.0
         #: The sum over ranks of ``Statement.squares``, from the last round in which ranks sent them.
         self.square_of_average = 0.0
-        #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again.
+        #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again; NaN of a
+        #: rank whose gradients are 16-bit.
         self.norms: list[float] = []
         #: True if all ranks had the same checksum of gradients in the last round, and had one.
         self.gradients_are_alike = False
@@ -145,7 +146,8 @@ class Vote:
             assert not with_norm, "a norm of averages and one of gradients in the same vote"
             header["squares"] = said.squares
         elif sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
-            header["squares"] = self.squares(core.gradients["grad"].copy())
+            are_16_bit = core.gradients["grad_dtype"].any()  # on a device, where nothing is clipped by norms
+            header["squares"] = math.nan if are_16_bit else self.squares(core.gradients["grad"].copy())
         else:
             header["squares"] = 0.0
         parts: list[Flow | Round] = [*(flow for flow in flows or () if flow.ticket is not None), held]

@@ -117,6 +117,26 @@ def trained(
     return history, whole_state(parameters, optimizer)
 
 
+def test_norms_of_16_bit_gradients_are_not_read_as_float32(on_devices: Callable[..., Devices]) -> None:
+    """They would be read past their end, to say what was changed in a step that is exchanged again."""
+    devices = on_devices([0, 1])
+
+    def body(session: Session) -> int:
+        parameters = parameters_of(torch.bfloat16)
+        optimizer = KINDS["1-bit Adam, dense"].wrap(parameters)
+        for step in (1, 2):
+            optimizer.zero_grad()
+            backward(parameters, gradients(step, rank_of(session)), range(len(parameters)))
+            for parameter in parameters:
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+        return optimizer.compression_report()["redone_steps"]
+
+    assert run_ranks(2, body) == [1, 1]
+    launched = {what for device in devices.values() for verb, what, _ in device.log if verb == "launch"}
+    assert "sum_words" in launched and "sum_squares" not in launched
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_finish_of_zero_one_adam_has_the_bits_of_the_host_on_devices(
     on_devices: Callable[..., Devices], dtype: torch.dtype
