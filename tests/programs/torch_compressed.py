@@ -1,9 +1,9 @@
 """Scripts that train with a compressed optimizer of Torch, held to their clean replay.
 
 The clean replay is a script of the same steps without noise: gradients are set by hand just before ``step()``, nothing
-overlaps, no state is saved and loaded, no weight is changed and put back, and a step that is given up is left out. The
-losses are linear in the parameters, so every gradient is known without autograd. After each step both scripts have the
-same parameters, bit for bit, and at the end the same state.
+overlaps, all is in the host's memory, no state is saved and loaded, no weight is changed and put back, and a step that
+is given up is left out. The losses are linear in the parameters, so every gradient is known without autograd. After
+each step both scripts have the same parameters, bit for bit, and at the end the same state.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from hypothesis import strategies as st
 
 from ocomm import session as sessions
 from ocomm.collectives import pipeline
-from ocomm.errors import HorovodInternalError, MismatchError, NonFiniteError
+from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import flows
 from ocomm.types import Settings
+from ocomm_torch import compressed, placement
 from ocomm_torch.compression import Compression
 from ocomm_torch.optimizer import DistributedOptimizer
+from tests.fake_device import FakeDevice
 from tests.faults import world
 from tests.frontends.every_kind import KINDS, Kind, named_arrays
+from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import digest
 
 FEW = 40
@@ -76,6 +79,9 @@ class Setup:
     clip: str = "exact"
     frozen: tuple[int, ...] = ()
     fused: bool = False
+    #: Where parameters and state are: "host", "device" (a fake one), or "offload": parameters on it, state in the host.
+    place: str = "host"
+    free_gradients: bool = False
     #: The number of elements from which on a model has another bucket, and of bytes of a segment.
     bucket_numel: int = 32
     segment_nbytes: int = 64
@@ -103,12 +109,26 @@ class Setup:
             options["dense_bits"] = self.dense_bits
         if self.shard_state:
             options["shard_state"] = True
+        if self.place == "offload" and not clean:
+            options["offload"] = True
+        if self.free_gradients and not clean:
+            options["free_gradients"] = True
         return options
 
     def wrap(self, parameters: list[torch.nn.Parameter], *, clean: bool) -> Any:
         kind = {**KINDS, **CODES}[self.kind]
         inner = {"weight_decay": self.decay, "fused" if self.fused else "foreach": self.fused}
+        _wrapped.on_device = self.place != "host" and not clean
         return kind.wrap(parameters, inner, **self.options(clean=clean))
+
+
+#: Whether the parameters that this rank wraps are on a device.
+_wrapped = threading.local()
+
+
+def _place(names: Any, parameters: Any, session: Any) -> Any:
+    """Stands for ``ocomm_torch.placement.placement``."""
+    return FakePlacement(FakeDevice()) if _wrapped.on_device else placement.placement(names, parameters, session)
 
 
 @dataclass(frozen=True)
@@ -270,6 +290,11 @@ class Program:
             for passes in step.passes
         )
 
+    def may_refuse(self, step: Step) -> bool:
+        """Whether the step may have to be exchanged again, with gradients that were released."""
+        is_changed = bool(step.between) or any(isinstance(event, Perturb) for event in step.before)
+        return self.setup.free_gradients and self.setup.place == "host" and is_changed
+
     def gradient(self, number: int, rank: int, a_pass: int, at: int) -> torch.Tensor:
         """The gradient of a backward pass with respect to parameter ``at``."""
         return self.noise(SHAPES[at], "gradient", number, rank, a_pass, at).to(self.dtype(at))
@@ -308,8 +333,20 @@ def _setups(draw: st.DrawFn) -> Setup:
             setup["clip"] = draw(st.sampled_from(["exact", "previous"]))
     if kind.startswith(("1-bit", "0/1")):
         setup["dense_bits"] = draw(st.sampled_from([32, 32, 16, 8, 4]))
-    if kind.startswith("1-bit Adam") and not slots and setup["dense_bits"] == 32:
+    places = ["host", "host"]
+    if kind not in CODES and "LAMB" not in kind and not slots:
+        places.append("device")
+    if kind.startswith(("1-bit", "0/1")) and not slots:
+        places.append("offload")
+    setup["place"] = draw(st.sampled_from(places))
+    if kind.startswith("1-bit Adam") and not slots and setup["dense_bits"] == 32 and setup["place"] == "host":
         setup["shard_state"] = draw(st.booleans())
+    if kind.startswith("1-bit Adam") and setup["place"] != "device" and setup["overlap"]:
+        setup["free_gradients"] = draw(st.booleans())
+    if setup.get("free_gradients"):
+        setup["clip"] = "previous"
+        if setup["place"] == "host":
+            setup["max_grad_norm"] = None
     return Setup(**setup)
 
 
@@ -323,8 +360,9 @@ def _events(setup: Setup, between: bool) -> st.SearchStrategy[tuple[Event, ...]]
     if between:
         # With codes gradients are averages then, which a script changes on all ranks alike.
         where = st.none() if setup.is_in_codes else st.none() | ranks
-        kinds.append(st.builds(Edit, ats, st.sampled_from(["mul_", "data", "numpy", "new"]), where))
-        if not setup.is_in_codes:
+        if not setup.free_gradients:
+            kinds.append(st.builds(Edit, ats, st.sampled_from(["mul_", "data", "numpy", "new"]), where))
+        if not setup.is_in_codes and not setup.free_gradients:
             kinds.append(st.builds(Put, ats, ranks, st.booleans()))
     else:
         kinds += [
@@ -586,7 +624,7 @@ class Script:
         except NonFiniteError as error:
             assert f"rank(s) [{step.victim}]" in str(error), f"step {number}: {error}"
             return type(error)
-        except HorovodInternalError as error:
+        except (HorovodInternalError, InvalidRequestError) as error:
             return type(error)
         return None
 
@@ -605,7 +643,7 @@ class Script:
 
     # The same step without what has no effect
 
-    def replay(self, number: int, step: Step) -> None:
+    def replay(self, number: int, step: Step, is_refused: bool) -> None:
         for p in self.p:
             if step.zeros and p.grad is not None:
                 p.grad = torch.zeros_like(p.grad)
@@ -619,7 +657,7 @@ class Script:
                     new = self.program.gradient(number, self.rank, a_pass, i)
                     grad = self.p[i].grad
                     self.p[i].grad = new if grad is None else grad + new
-        is_taken = step.end in ("step", "closure")
+        is_taken = step.end in ("step", "closure") and not is_refused
         if self.program.setup.is_in_codes and is_taken:
             self.optimizer.synchronize()
         for event in step.between:
@@ -644,15 +682,18 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
             return
         has_trained = any(p.requires_grad for p in noisy.p)
         expected = NonFiniteError if step.end == "nan" and has_trained else None
-        assert raised is expected, f"step {number}: raised {raised}, expected {expected}"
-        clean.replay(number, step)
+        is_refused = raised is InvalidRequestError and program.may_refuse(step)
+        assert raised is expected or is_refused, f"step {number}: raised {raised}, expected {expected}"
+        clean.replay(number, step, is_refused)
         for i, (found, wanted) in enumerate(zip(noisy.p, clean.p, strict=True)):
             assert _same([found], [wanted]), (
                 f"step {number}: p[{i}] on rank {rank} is {found.detach().flatten()[:4].tolist()}, "
                 f"in the replay {wanted.detach().flatten()[:4].tolist()}"
             )
         core = noisy.optimizer._driver.core
-        said.append((core.is_synced, [p.detach().view(torch.uint8 if p.dim() else p.dtype).tolist() for p in noisy.p]))
+        said.append(
+            (raised, core.is_synced, [p.detach().view(torch.uint8 if p.dim() else p.dtype).tolist() for p in noisy.p])
+        )
     differing = sorted(name for name, _ in noisy.state().items() ^ clean.state().items())
     assert not differing, f"the states differ: {differing}"
 
@@ -670,6 +711,7 @@ def _same(found: list[Any], wanted: list[Any]) -> bool:
 def run(program: Program) -> None:
     """Runs the program on all its ranks."""
     setup = program.setup
+    compressed.placement = _place
     flows.BUCKET_NUMEL = setup.bucket_numel
     pipeline.SMALLEST_NBYTES = pipeline.SMALLEST_SHARE_NBYTES = 16
     settings = Settings(
@@ -695,5 +737,7 @@ def run(program: Program) -> None:
     if first is not None:
         raise first
     for number, found in enumerate(zip(*said.values(), strict=True)):
-        if all(synced for synced, _ in found):
-            assert all(values == found[0][1] for _, values in found), f"step {number}: replicas differ"
+        classes = [raised for raised, _, _ in found]
+        assert len(set(classes)) == 1, f"step {number}: the ranks raised {classes}"
+        if all(synced for _, synced, _ in found):
+            assert all(values == found[0][2] for _, _, values in found), f"step {number}: replicas differ"
