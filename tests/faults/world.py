@@ -42,6 +42,12 @@ class Run:
     seconds: float = 0.0
     stuck: list[str] = field(default_factory=list)
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error of a rank that says most: an AssertionError if there is one, since other ranks fail in its wake."""
+        errors = [rank.error for rank in self.ranks if rank.error is not None]
+        return next((error for error in errors if isinstance(error, AssertionError)), errors[0] if errors else None)
+
 
 def run(
     workload: Workload,

@@ -23,4 +23,12 @@ and, if it needs packages that ``make test`` does not install, a fourth one:
 from __future__ import annotations
 
 #: The modules of this folder that are a kind of program.
-KINDS = ("torch_compressed", "torch_distributed", "keras_dense", "keras_compressed", "lightning", "huggingface")
+KINDS = (
+    "collectives",
+    "torch_compressed",
+    "torch_distributed",
+    "keras_dense",
+    "keras_compressed",
+    "lightning",
+    "huggingface",
+)

@@ -732,10 +732,8 @@ def run(program: Program) -> None:
         workload, setup.ranks, settings, native=setup.engine == "native", hosts=setup.hosts, deadline_s=3 * PATIENCE_S
     )
     assert not done.stuck, f"{done.stuck} hang"
-    errors = [rank.error for rank in done.ranks]
-    first = next((e for e in errors if isinstance(e, AssertionError)), next((e for e in errors if e), None))
-    if first is not None:
-        raise first
+    if done.error is not None:
+        raise done.error
     for number, found in enumerate(zip(*said.values(), strict=True)):
         classes = [raised for raised, _, _ in found]
         assert len(set(classes)) == 1, f"step {number}: the ranks raised {classes}"

@@ -648,11 +648,9 @@ def run(program: Program) -> None:
         dist.destroy_process_group()
 
     done = world.run(workload, program.ranks, settings, native=program.engine == "native", deadline_s=3 * PATIENCE_S)
-    errors = [rank.error for rank in done.ranks]
-    first = next((e for e in errors if isinstance(e, AssertionError)), next((e for e in errors if e), None))
     ends_the_job = any(isinstance(event, Differ) and event.is_last for event in program.events)
-    if first is not None and not (ends_the_job and len(refused) == program.ranks):
-        raise first
+    if done.error is not None and not (ends_the_job and len(refused) == program.ranks):
+        raise done.error
     assert not done.stuck, f"{done.stuck} hang"
     for number, event in enumerate(program.events):
         classes = {said[number] for said in refused.values() if number in said}
