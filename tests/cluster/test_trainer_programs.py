@@ -1,4 +1,6 @@
-"""Random runs of Lightning's and Hugging Face's Trainers, held to loops by hand (``tests/programs``): real jobs."""
+"""Random runs of Lightning's and Hugging Face's Trainers, held to loops by hand, and random elastic jobs, held to ranks
+that nobody harms (``tests/programs``): real jobs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import secrets
 
 import pytest
 
+from tests.programs.laws import law
 from tests.programs.trainer_jobs import survey
 
 pytestmark = [
@@ -25,3 +28,8 @@ def test_new_programs_leave_what_loops_by_hand_leave(kind: str, programs: int) -
     again = f"again: python -m tests.programs.trainer_jobs {kind} --programs {programs} --seed {seed}"
     failures = survey(f"tests.programs.{kind}", programs, seed)
     assert not failures, "\n".join([*failures[:5], again])
+
+
+@pytest.mark.timeout(1800)
+def test_new_elastic_jobs_leave_what_ranks_without_harm_leave() -> None:
+    law("elastic", 20, secrets.randbits(32))()

@@ -13,11 +13,12 @@ A kind of program is a module with three names, and a line in ``KINDS``:
 
     programs()      a Hypothesis strategy of programs
     run(program)    runs one; raises AssertionError that says what does not hold
-    FEW             the number of programs that ``make test`` runs
+    FEW             the number of programs that ``make test`` runs; 0: only ``make test-long`` runs some
 
-and, if it needs packages that ``make test`` does not install, a fourth one:
+and others, if it needs them:
 
-    NEEDS           their names
+    NEEDS           the names of packages that ``make test`` does not install
+    DEADLINE_S      the seconds of a program, if they are more than those of ``children``
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 #: The modules of this folder that are a kind of program.
 KINDS = (
     "collectives",
+    "elastic",
     "torch_compressed",
     "torch_distributed",
     "keras_dense",

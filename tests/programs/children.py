@@ -23,6 +23,7 @@ _context.set_forkserver_preload(_PRELOADED)
 
 def failure_of(kind: str, program: Any) -> str | None:
     """Returns what does not hold when ``program`` of the module ``kind`` runs, in words; None if all does."""
+    deadline_s = getattr(importlib.import_module(f"tests.programs.{kind}"), "DEADLINE_S", DEADLINE_S)
     with tempfile.TemporaryFile("w+") as output:
         os.set_inheritable(output.fileno(), True)
         here, there = _context.Pipe(duplex=False)
@@ -33,12 +34,12 @@ def failure_of(kind: str, program: Any) -> str | None:
         there.close()
         said: str | None = None
         try:
-            if here.poll(DEADLINE_S):
+            if here.poll(deadline_s):
                 said = here.recv()
             else:
                 assert process.pid is not None
                 os.kill(process.pid, signal.SIGABRT)  # prints the stacks of all threads
-                said = f"no end in {DEADLINE_S} s"
+                said = f"no end in {deadline_s} s"
         except EOFError:
             said = "the process died"
         process.join(10)

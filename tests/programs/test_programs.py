@@ -22,7 +22,8 @@ def needed(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_leave_what_their_oracle_leaves(kind: str) -> None:
-    law(kind, needed(kind).FEW)()
+    if count := needed(kind).FEW:
+        law(kind, count)()
 
 
 @pytest.mark.parametrize(("kind", "number"), [(kind, n) for kind in FOUND for n in range(len(FOUND[kind]))])
