@@ -11,36 +11,42 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
-import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from ocomm import session as sessions
 from ocomm.collectives import pipeline
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import flows
-from ocomm.types import Settings
 from ocomm_torch import compressed, placement
 from ocomm_torch.compression import Compression
 from ocomm_torch.optimizer import DistributedOptimizer
 from tests.fake_device import FakeDevice
-from tests.faults import world
 from tests.frontends.every_kind import KINDS, Kind, named_arrays
 from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import digest
+from tests.programs.torch_scripts import (
+    PATIENCE_S,
+    Edit,
+    Freeze,
+    Hyper,
+    Model,
+    Perturb,
+    Reload,
+    Write,
+    noise,
+    run_ranks,
+    same,
+)
 
 FEW = 40
 #: A tensor of several blocks, one with a short last block, a vector, a scalar.
 SHAPES = [(9, 7), (5, 9), (40,), ()]
 COUNT = len(SHAPES)
-#: Seconds after which a rank that waits gives up on the others.
-PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
 
 
 def _in_codes(bits: str) -> Callable[..., Any]:
@@ -90,10 +96,6 @@ class Setup:
     def is_in_codes(self) -> bool:
         return self.kind in CODES
 
-    @property
-    def hosts(self) -> list[str]:
-        return [f"host{rank // self.slots}" for rank in range(self.ranks)] if self.slots else []
-
     def options(self, *, clean: bool) -> dict[str, Any]:
         if self.is_in_codes:
             return {"backward_passes_per_step": 1 if clean else self.passes}
@@ -129,71 +131,6 @@ _wrapped = threading.local()
 def _place(names: Any, parameters: Any, session: Any) -> Any:
     """Stands for ``ocomm_torch.placement.placement``."""
     return FakePlacement(FakeDevice()) if _wrapped.on_device else placement.placement(names, parameters, session)
-
-
-@dataclass(frozen=True)
-class Freeze:
-    at: int
-    thaw: bool = False
-
-    def __str__(self) -> str:
-        return f"p[{self.at}].requires_grad_({self.thaw})"
-
-
-@dataclass(frozen=True)
-class Hyper:
-    """A hyperparameter is set, on all ranks alike."""
-
-    what: str
-    value: float
-
-    def __str__(self) -> str:
-        return f"group[{self.what!r}] = {self.value}"
-
-
-@dataclass(frozen=True)
-class Write:
-    """A parameter gets another value, on all ranks alike."""
-
-    at: int
-    how: str
-
-    def __str__(self) -> str:
-        return f"p[{self.at}] = other values, by {self.how}"
-
-
-@dataclass(frozen=True)
-class Perturb:
-    """All parameters are changed for one backward pass, and put back before the step."""
-
-    how: str
-    own: bool = False
-
-    def __str__(self) -> str:
-        return f"every p += noise{' of this rank' if self.own else ''}, by {self.how}, until step()"
-
-
-@dataclass(frozen=True)
-class Reload:
-    """The state is saved and loaded, into the same optimizer or a new one."""
-
-    new: bool = False
-
-    def __str__(self) -> str:
-        return f"save and load the state, into {'a new' if self.new else 'the same'} optimizer"
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A gradient is halved; ``rank`` None: on all ranks."""
-
-    at: int
-    how: str
-    rank: int | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.rank is None else f" on rank {self.rank}"
-        return f"p[{self.at}].grad *= 0.5, by {self.how}{where}"
 
 
 @dataclass(frozen=True)
@@ -269,9 +206,7 @@ class Program:
         return "\n".join([str(self.setup), *texts])
 
     def noise(self, shape: tuple[int, ...], *where: Any) -> torch.Tensor:
-        """Random numbers, the same for the same place in the program."""
-        seed = random.Random(f"{self.seed} {where}").getrandbits(40)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return noise(self.seed, shape, *where)
 
     def dtype(self, at: int) -> torch.dtype:
         return torch.bfloat16 if at in self.setup.low else torch.float32
@@ -432,7 +367,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @dataclass
-class Script:
+class Script(Model):
     """A model and its optimizer on one rank."""
 
     program: Program
@@ -447,32 +382,6 @@ class Script:
         self.p = self.program.parameters()
         self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
 
-    def set_hyper(self, event: Hyper, factor: float = 1.0) -> None:
-        for group in self.optimizer.param_groups:
-            if event.what == "lr":
-                group["lr"] = event.value * factor
-            elif event.what == "decay":
-                group["weight_decay"] = event.value
-            elif "betas" in group:
-                group["betas"] = (event.value, group["betas"][1])
-
-    def write(self, event: Write, values: torch.Tensor) -> None:
-        p = self.p[event.at]
-        if event.how == "copy_":
-            with torch.no_grad():
-                p.copy_(values)
-        elif event.how == "data":
-            p.data.copy_(values)
-        elif event.how == "numpy" and p.dtype is torch.float32:
-            p.detach().numpy()[...] = values.numpy()
-        else:
-            p.data = values.to(p.dtype, copy=True)
-
-    def freeze(self, event: Freeze) -> None:
-        self.p[event.at].requires_grad_(event.thaw)
-        if not event.thaw:
-            self.p[event.at].grad = None
-
     def reload(self, event: Reload) -> None:
         saved, own = self.optimizer.state_dict(), self.optimizer.rank_state_dict()
         if event.new:
@@ -486,52 +395,12 @@ class Script:
         self.optimizer.load_state_dict(saved)
         self.optimizer.load_rank_state_dict(own)
 
-    @torch.no_grad()
-    def perturb(self, event: Perturb, number: int) -> Callable[[], None]:
-        """Changes all parameters, and returns what puts them back."""
-        where = (number, self.rank) if event.own else (number,)
-        kept = [p.detach().clone() for p in self.p]
-        memory = [p.data for p in self.p]
-        for i, p in enumerate(self.p):
-            noise = self.program.noise(SHAPES[i], "perturb", *where, i).to(p.dtype)
-            if event.how == "add_":
-                p.add_(noise)
-            elif event.how == "data":
-                p.data.add_(noise)
-            else:
-                p.data = p.data + noise
-
-        @torch.no_grad()
-        def restore() -> None:
-            for p, values, old in zip(self.p, kept, memory, strict=True):
-                if event.how == "add_":
-                    p.copy_(values)
-                elif event.how == "data":
-                    p.data.copy_(values)
-                else:
-                    p.data = old
-
-        return restore
-
     def drop(self) -> None:
         """Drops optimizer and gradients. What is under way may go on."""
         del self.optimizer
         for p in self.p:
             p.grad = None
         gc.collect()
-
-    def edit(self, event: Edit) -> None:
-        grad = self.p[event.at].grad
-        if grad is None or (event.rank is not None and event.rank != self.rank):
-            return
-        if event.how == "mul_" or self.clean:
-            grad.mul_(0.5)
-        elif event.how == "data":
-            grad.data.mul_(0.5)
-        elif event.how == "numpy" and grad.dtype is torch.float32:
-            grad.numpy()[...] *= 0.5
-        else:
-            self.p[event.at].grad = grad * 0.5
 
     def put(self, event: Put, number: int) -> None:
         p = self.p[event.at]
@@ -545,9 +414,6 @@ class Script:
         own = self.optimizer._driver.core.rank_state()
         return {name: digest([array]) for name, array in named_arrays([state, own]) if array.any()}
 
-    def values(self) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in self.p]
-
     def apply(self, event: Event, number: int) -> None:
         """Applies what has an effect in the clean replay, too."""
         match event:
@@ -560,8 +426,8 @@ class Script:
             case Write():
                 values = self.program.noise(SHAPES[event.at], "write", number, event.at)
                 self.write(event, values.to(self.p[event.at].dtype))
-            case Edit():
-                self.edit(event)
+            case Edit() if event.rank in (None, self.rank):
+                self.edit(replace(event, how="mul_") if self.clean else event)
             case Put():
                 self.put(event, number)
 
@@ -574,7 +440,9 @@ class Script:
             if isinstance(event, Reload):
                 self.reload(event)
             elif isinstance(event, Perturb):
-                restores.append(self.perturb(event, number))
+                where = (number, self.rank) if event.own else (number,)
+                values = [self.program.noise(shape, "perturb", *where, i) for i, shape in enumerate(SHAPES)]
+                restores.append(self.perturb(event.how, values))
             else:
                 self.apply(event, number)
 
@@ -678,7 +546,9 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
         if step.end == "disagree":
             moves = raised is None and not any(p.requires_grad for p in noisy.p)
             assert raised is MismatchError or moves, f"step {number}: {raised} where ranks disagree"
-            assert _same(noisy.values(), before) or step.before or step.between, f"step {number} has changed parameters"
+            assert all(map(same, noisy.p, before)) or step.before or step.between, (
+                f"step {number} has changed parameters"
+            )
             return
         has_trained = any(p.requires_grad for p in noisy.p)
         expected = NonFiniteError if step.end == "nan" and has_trained else None
@@ -686,7 +556,7 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
         assert raised is expected or is_refused, f"step {number}: raised {raised}, expected {expected}"
         clean.replay(number, step, is_refused)
         for i, (found, wanted) in enumerate(zip(noisy.p, clean.p, strict=True)):
-            assert _same([found], [wanted]), (
+            assert same(found, wanted), (
                 f"step {number}: p[{i}] on rank {rank} is {found.detach().flatten()[:4].tolist()}, "
                 f"in the replay {wanted.detach().flatten()[:4].tolist()}"
             )
@@ -698,42 +568,16 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
     assert not differing, f"the states differ: {differing}"
 
 
-def _same(found: list[Any], wanted: list[Any]) -> bool:
-    return all(
-        torch.equal(
-            a.detach().view(torch.int16 if a.dtype is torch.bfloat16 else torch.int32),
-            b.detach().view(torch.int16 if b.dtype is torch.bfloat16 else torch.int32),
-        )
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
 def run(program: Program) -> None:
     """Runs the program on all its ranks."""
     setup = program.setup
     compressed.placement = _place
     flows.BUCKET_NUMEL = setup.bucket_numel
     pipeline.SMALLEST_NBYTES = pipeline.SMALLEST_SHARE_NBYTES = 16
-    settings = Settings(
-        segment_nbytes=setup.segment_nbytes,
-        engine=setup.engine,
-        stall_check_s=PATIENCE_S / 4,
-        stall_shutdown_s=PATIENCE_S,
-        replica_check_steps=2,
-    )
     dropped = [threading.Event() for _ in program.steps]
     said: dict[int, list[Any]] = {rank: [] for rank in range(setup.ranks)}
 
-    def workload(_: Any) -> None:
-        rank = sessions.current().require_topology().rank
-        on_a_rank(program, rank, said[rank], dropped)
-
-    done = world.run(
-        workload, setup.ranks, settings, native=setup.engine == "native", hosts=setup.hosts, deadline_s=3 * PATIENCE_S
-    )
-    assert not done.stuck, f"{done.stuck} hang"
-    if done.error is not None:
-        raise done.error
+    run_ranks(setup, lambda rank: on_a_rank(program, rank, said[rank], dropped), replica_check_steps=2)
     for number, found in enumerate(zip(*said.values(), strict=True)):
         classes = [raised for raised, _, _ in found]
         assert len(set(classes)) == 1, f"step {number}: the ranks raised {classes}"
