@@ -28,6 +28,7 @@ KINDS = (
     "collectives",
     "elastic",
     "torch_compressed",
+    "torch_dense",
     "torch_distributed",
     "keras_dense",
     "keras_compressed",
