@@ -23,6 +23,7 @@ from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
 from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.compression import CodesCompressor, Compression, Compressor, OneBitCompressor, is_kind
+from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.naming import NamesParameters, names_of
@@ -129,6 +130,7 @@ def DistributedOptimizer(
     names = {p: name + ending for p, name in names_of(parameters, named_parameters).items()}
     for p, name in names.items():
         check_averaged(name, p, axis)
+        unhook(p)  # this rank may need no hook of its own, or none yet, and an optimizer before would go on averaging
     grid = None if axis is None else _grid(axis, parameters, names)
     chosen = _groups(groups, parameters, names, process_set)
     if op == ReduceOp.ADASUM:

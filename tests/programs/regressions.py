@@ -8,6 +8,7 @@ from tests.programs import huggingface, lightning
 from tests.programs import keras_compressed as compressed
 from tests.programs import keras_dense as dense
 from tests.programs import torch_compressed as torchs
+from tests.programs import torch_dense as denses
 from tests.programs.keras_scripts import Model, Stage
 
 _WHOLE = ((3, 2, 1, 0),)
@@ -62,6 +63,15 @@ _TORCH_COMPRESSED = (
     # Parameters in 16 bits that are written after the wrap, and a first step that a rank begins in step().
     torchs.Program(
         torchs.Setup("Birder", low=(0,)), (torchs.Step((_WHOLE, ((),)), before=(torchs.Write(0, "new data"),)),)
+    ),
+)
+
+_EVERYTHING = ((denses.EVERYTHING,),) * 2
+_TORCH_DENSE = (
+    # A replaced optimizer that lives on averaged the gradients of a rank that trains alone now.
+    denses.Program(
+        denses.Setup(),
+        (denses.Step(_EVERYTHING), denses.Step(_EVERYTHING, before=(denses.Replace((1,), keep=True),))),
     ),
 )
 
@@ -131,6 +141,7 @@ _KERAS_COMPRESSED = (
 #: By the name of the kind.
 FOUND: dict[str, list[Any]] = {
     "torch_compressed": [*_TORCH_COMPRESSED],
+    "torch_dense": [*_TORCH_DENSE],
     "lightning": [_LIGHTNING],
     "huggingface": [_HUGGINGFACE],
     "keras_dense": [*_KERAS_DENSE],
