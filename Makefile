@@ -73,7 +73,7 @@ ALONE := tests/cluster
 under_mpirun = mkdir -p build/mpirun && PRTE_MCA_prte_tmpdir_base=$(CURDIR)/build/mpirun TEST_MPI_SIZE=$(1) $(MPIRUN) -np $(1) $(PY) -m pytest -q --capture=no --no-header $(2) </dev/null
 
 #: Kinds of random programs whose ranks are threads; those of trainers are tests.
-PROGRAMS := collectives torch_compressed torch_dense torch_distributed
+PROGRAMS := collectives torch_compressed torch_dense torch_diloco torch_distributed
 
 test-fast: install
 	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' $(FAST)

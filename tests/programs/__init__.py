@@ -29,6 +29,7 @@ KINDS = (
     "elastic",
     "torch_compressed",
     "torch_dense",
+    "torch_diloco",
     "torch_distributed",
     "keras_dense",
     "keras_compressed",
