@@ -37,6 +37,12 @@ _OP = struct.Struct(f"={1 + SLOTS}q")
 _INTPTR = ffi.typeof("intptr_t")
 _PLAN = ffi.typeof("ocomm_plan *")
 _NULL = ffi.NULL
+# cffi makes the types of functions and of a struct's fields at their first use. Where two threads do so at the same
+# time, cffi 2.1 may end the process with a failed assertion.
+for _name in dir(lib):
+    getattr(lib, _name)
+for _name in ("ocomm_plan", "ocomm_inputs", "ocomm_mpi"):
+    ffi.new(f"{_name} *")
 
 
 def _address(array: np.ndarray | None) -> int:
