@@ -1,10 +1,11 @@
 """Faults in ocomm that ``make test`` must notice: each is put into a copy of the tree, where the tests that should fail
 are run.
 
-    python -m tests.mutations [NUMBER ...]
+    python -m tests.mutations [--laws] [NUMBER ...]
 
 For each it prints the first test that fails, "missed", or "missed, but for the long tier" where only ``make test-long``
-fails. A change of the code may make a fault impossible to insert: then its text here has to follow. The extension must
+fails. ``--laws``: of the faults in frontends and optimizers, those that random programs alone notice, and how many it
+takes. A change of the code may make a fault impossible to insert: then its text here has to follow. The extension must
 have been built; C is built anew for faults in ``native``, which takes a minute each.
 """
 
@@ -24,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MPI = "under mpirun"
 #: The random programs of every kind.
 PROGRAMS = "programs/test_programs.py"
+#: By the folder of a fault: the kinds of programs that should notice it.
+LAWS = {
+    "ocomm/optim": ("torch_compressed", "torch_diloco", "keras_compressed"),
+    "ocomm_torch": ("torch_compressed", "torch_dense", "torch_diloco", "torch_distributed", "collectives"),
+    "ocomm_tf": ("keras_dense", "keras_compressed", "collectives"),
+}
 ON_TWO_RANKS = "contract/test_transport.py world/test_collectives.py world/test_runtime.py"
 #: Seconds for the tests of one fault, one of which may hang.
 LIMIT_S = 900.0
@@ -797,7 +804,7 @@ def failing(tree: Path, tests: str, tier: str) -> str:
     return found[1] if found else f"exit code {done.returncode}"
 
 
-def result(tree: Path, mutation: Mutation) -> str:
+def result(tree: Path, mutation: Mutation, by_laws: bool) -> str:
     """What becomes of it; the copy is left as it was."""
     path = tree / mutation.file
     text = path.read_text()
@@ -808,6 +815,8 @@ def result(tree: Path, mutation: Mutation) -> str:
     try:
         if is_native:
             build(tree)
+        if by_laws:
+            return noticed_by_laws(tree, mutation) or "missed"
         if found := failing(tree, mutation.tests, "not long"):
             return found
         return "missed, but for the long tier" if failing(tree, mutation.tests, "long") else "missed"
@@ -817,14 +826,41 @@ def result(tree: Path, mutation: Mutation) -> str:
             library.write_bytes(content)
 
 
+def kinds_of(mutation: Mutation) -> tuple[str, ...]:
+    """The kinds of random programs that should notice a fault; none if it is elsewhere."""
+    return next((kinds for folder, kinds in LAWS.items() if mutation.file.startswith(f"{folder}/")), ())
+
+
+def noticed_by_laws(tree: Path, mutation: Mutation) -> str:
+    """Which kind of random programs fails in the copy, and after how many; "" if none does. Those that once failed come
+    first, then as many as ``make test`` runs, then 300 of each kind.
+    """
+    python = [sys.executable, "-m"]
+    once = [*python, "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{PROGRAMS}", "-k"]
+    for count in ("", "40", "300"):
+        for kind in kinds_of(mutation):
+            drawn = [*python, "tests.programs", kind, "--programs", count, "--seed", count, "--first"]
+            command = drawn if count else [*once, f"once_failed and {kind}"]
+            done = subprocess.run(
+                command, cwd=tree, env=environment(tree), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=LIMIT_S,
+            )  # fmt: skip
+            if done.returncode not in (0, 5):
+                return f"{kind}, {f'of {count}' if count else 'one that once failed'}"
+    return ""
+
+
 def main() -> int:
-    chosen = [int(text) for text in sys.argv[1:]] or range(len(MUTATIONS))
+    by_laws = sys.argv[1:2] == ["--laws"]
+    chosen = [int(text) for text in sys.argv[1 + by_laws :]] or range(len(MUTATIONS))
+    if by_laws:
+        chosen = [number for number in chosen if kinds_of(MUTATIONS[number])]
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "ocomm"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__", "bench-output"))
         for number in chosen:
-            found = result(tree, MUTATIONS[number])
+            found = result(tree, MUTATIONS[number], by_laws)
             missed += found.startswith("missed")
             print(f"{number:3}  {MUTATIONS[number].name}: {found}", flush=True)
     return int(missed > 0)

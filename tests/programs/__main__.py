@@ -1,4 +1,4 @@
-"""``python -m tests.programs [KIND] [--programs N] [--seed S] [--each] [--where EXPRESSION]``"""
+"""``python -m tests.programs [KIND] [--programs N] [--seed S] [--each | --first] [--where EXPRESSION]``"""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200, help="how many programs are drawn")
     parser.add_argument("--seed", type=int, help="which ones; another number each time if it is left out")
     parser.add_argument("--each", action="store_true", help="run all, and only count and print those that fail")
+    parser.add_argument("--first", action="store_true", help="leave the first one that fails as it was drawn")
     parser.add_argument("--where", default="True", help="which programs count, such as program.setup.kind == 'Birder'")
     chosen = parser.parse_args()
     expression = compile(chosen.where, "--where", "eval")
@@ -49,7 +50,7 @@ def main() -> int:
         return int(survey(chosen.kind, chosen.programs, number, where) > 0)
     began = time.monotonic()
     try:
-        law(chosen.kind, chosen.programs, number, where=where)()
+        law(chosen.kind, chosen.programs, number, where=where, shrinks=not chosen.first)()
     except ProgramFails as failure:
         print(failure)
         print(f"again: python -m tests.programs {chosen.kind} --programs {chosen.programs} --seed {number}")

@@ -29,9 +29,11 @@ def law(
     seed: int | None = None,
     judge: Callable[[Any], None] | None = None,
     where: Callable[[Any], bool] = lambda program: True,
+    shrinks: bool = True,
 ) -> Callable[[], None]:
     """Returns a function that checks ``count`` programs of ``kind``: the same ones each time or, with a ``seed``, those
-    of that seed. ``judge`` takes the place of ``check``; ``where`` says which of the programs count.
+    of that seed. ``judge`` takes the place of ``check``; ``where`` says which of the programs count; ``shrinks``,
+    whether one that fails is made small.
     """
 
     def body(program: Any) -> None:
@@ -46,7 +48,7 @@ def law(
         derandomize=seed is None,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
