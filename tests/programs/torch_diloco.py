@@ -290,8 +290,10 @@ class Script(Model):
             return
         closure()
         if step.end == "scaler" and step.used[self.rank]:
-            self.scaler.step(self.optimizer)
-            self.scaler.update(SCALE)
+            try:
+                self.scaler.step(self.optimizer)
+            finally:  # a sync may be refused
+                self.scaler.update(SCALE)
         elif step.end == "skip" and self.rank == step.victim:
             self.skip()
         else:
