@@ -92,7 +92,7 @@ ffibuilder.cdef(declarations(_declared()))
 # In Python: an OCOMM_OFFLOAD's task (ocomm/collectives/native_engine.py).
 ffibuilder.cdef('extern "Python" int ocomm_run_task(void *task, int begin);')
 _BODIES = ("kernels_body.h", "quantize_body.h", "lamb_body.h", "adam_body.h", "codes_body.h")
-_HEADERS = ("ocomm.h", "processor.h", "pool.h", *_BODIES)
+_HEADERS = ("ocomm.h", "processor.h", "pool.h", "mixed.h", *_BODIES)
 ffibuilder.set_source(
     "ocomm._native",
     '#include "ocomm.h"',

@@ -145,6 +145,9 @@ int main(void) {
     double sums[3];
     ocomm_squares(addresses, numels, 3, sums);
     print("squares", 1, sums, sizeof sums);
+    static double buckets[1024];
+    ocomm_sketch(addresses, numels, 3, 7, buckets);
+    print("sketch", 1, buckets, sizeof buckets);
     const uint8_t *sources[] = {(uint8_t *)values, (uint8_t *)error, (uint8_t *)momentum};
     for (int dtype = 6; dtype <= 8; dtype++) {
         for (int op = 0; op <= 5; op++) {

@@ -1,4 +1,5 @@
 /* The 1-bit loops: what both paths share, their few instructions that differ, and the choice between them. */
+#include "mixed.h"
 #include "pool.h"
 #include "processor.h"
 
@@ -16,6 +17,10 @@
 #endif
 
 #define ROW 32
+
+/* Buckets of a sketch, and elements that are added in float before their sums are added in double. */
+#define SKETCH 1024
+#define SKETCHED 131072
 #define UNROLL _Pragma("GCC unroll 8")
 
 /* How many floats to prefetch ahead of what is read, for each of so many streams. A row is so many instructions that
@@ -186,6 +191,7 @@ typedef struct {
     const char *name;
     loop compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite;
     double (*squares)(const float *, int64_t);
+    void (*sketch)(const float *, int64_t, uint64_t, float *);
     pool_work axpy, triad;
     loop compress_quantized, average_quantized, apply_signs, soft_sign, compress_signs;
     pool_work adam_update;
@@ -778,7 +784,7 @@ TARGET SHARED void shifted_avx512(v16 *row, const v16 *now, const v16 *next, int
 /* Loops that memory limits are a few percent faster with AVX2, whose smaller steps spread its loads. */
 static const loops loops_avx512 = {
     name_avx512, compress_avx2, compress_momentum_avx2, compress_update_avx2, average_avx512, unpack_avx2,
-    apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, axpy_avx2, triad_avx2,
+    apply_avx2, local_step_avx2, apply_update_avx2, finite_avx2, squares_avx2, sketch_avx2, axpy_avx2, triad_avx2,
     compress_quantized_avx512, average_quantized_avx512, apply_signs_avx2, soft_sign_avx2, compress_signs_avx2,
     adam_update_avx2, lamb_update_avx512, compress_codes_avx2, average_codes_avx2, unpack_codes_avx2, adam_step_avx2,
 };
@@ -1086,6 +1092,21 @@ void ocomm_unpack_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t cou
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {
     for (int64_t k = 0; k < count; k++) {
         sums[k] = addresses[k] ? active->squares((const float *)(uintptr_t)addresses[k], numels[k]) : 0;
+    }
+}
+
+void ocomm_sketch(const uint64_t *addresses, const int64_t *numels, int64_t count, uint64_t seed, double *sums) {
+    memset(sums, 0, SKETCH * sizeof *sums);
+    for (int64_t k = 0; k < count; k++) {
+        const float *x = (const float *)(uintptr_t)addresses[k];
+        const uint64_t key = mixed(seed, (uint64_t)k);
+        for (int64_t first = 0; x && first < numels[k]; first += SKETCHED) {
+            float part[SKETCH + ROW] = {0};
+            const int64_t left = numels[k] - first;
+            active->sketch(x + first, left < SKETCHED ? left : SKETCHED, mixed(key, (uint64_t)(first / SKETCHED)), part);
+            for (int b = 0; b < ROW; b++) part[b] += part[SKETCH + b];
+            for (int b = 0; b < SKETCH; b++) sums[b] += part[b];
+        }
     }
 }
 

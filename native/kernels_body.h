@@ -639,6 +639,21 @@ TARGET static double FN(squares)(const float *x, int64_t numel) {
     return sums[0];
 }
 
+/* Adds elements with random signs to the sums of their buckets, a row to ROW adjacent ones. */
+TARGET static void FN(sketch)(const float *x, int64_t numel, uint64_t key, float *sums) {
+    for (int64_t j = 0; j < numel; j += ROW) {
+        const uint64_t number = (uint64_t)(j / ROW), hash = mixed(mixed(key, number), number);
+        float *to = sums + hash % SKETCH;
+        V row[VECTORS];
+        prefetch_row(x, j + AHEAD(1));
+        FN(load)(row, x + j, numel - j < ROW ? (int)(numel - j) : ROW);
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            VU *sum = (VU *)(to + v * WIDTH);
+            *sum += FN(select)(FN(lanes_of)((uint32_t)(hash >> 32), v), -row[v], row[v]);
+        }
+    }
+}
+
 /* y += factor * x: also the benchmarks' measure of what the memory gives. */
 TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
     const axpy_call *args = of;
@@ -681,7 +696,7 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 #ifndef WITHOUT
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
-    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(axpy), FN(triad),
+    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(sketch), FN(axpy), FN(triad),
     FN(compress_quantized), FN(average_quantized), FN(apply_signs), FN(soft_sign), FN(compress_signs),
     FN(adam_update), FN(lamb_update), FN(compress_codes), FN(average_codes), FN(unpack_codes), FN(adam_step),
 };

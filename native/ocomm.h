@@ -92,6 +92,8 @@ void ocomm_checksums(const uint64_t *addresses, const int64_t *nbytes, int64_t c
 /* Sums of squares of float buffers, in double: lane k of 32 adds elements k, k + 32, ..., lanes fold by halves. An
  * address of 0 has sum 0. */
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums);
+/* Sums, in double, of the 1024 buckets of a CountSketch of float buffers, which ocomm/kernels/base.py describes. */
+void ocomm_sketch(const uint64_t *addresses, const int64_t *numels, int64_t count, uint64_t seed, double *sums);
 /* y += factor * x + factor * z: what the benchmarks compare the loops with, as with ocomm_axpy. */
 void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel);
 

@@ -3,6 +3,7 @@
  * Work goes chunk by chunk through an accumulator in the first-level cache: every source is read before the chunk of
  * `out` is written, so `out` may be one of them.
  */
+#include "mixed.h"
 #include "pool.h"
 #include "processor.h"
 
@@ -444,15 +445,6 @@ void ocomm_copy(ocomm_pool *pool, void *to, const void *from, int64_t nbytes) {
 
 #define PARTS 64
 #define SMALL 512 /* words; a buffer of no more is read whole */
-#define STEP 0x9e3779b97f4a7c15u
-#define SPREAD 0xd6e8feb86659fd93u
-
-/* The result changes whenever the word or its position does: xor with the upper half and odd factors are invertible. */
-static inline uint64_t mixed(uint64_t word, uint64_t position) {
-    const uint64_t x = word + (position + 1) * STEP;
-    return (x ^ x >> 32) * SPREAD;
-}
-
 /* Returns the sum of the mixed 8-byte words and of the length: a change of any one word that is read changes the
  * result. The last bytes, if the length is no multiple of 8, are always read. */
 uint64_t ocomm_checksum(const void *data, int64_t nbytes, int part) {

@@ -476,7 +476,7 @@ class CompressedOptimizer(HasRankState):
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm by which the last step was clipped, sqrt(mean over ranks of |g|^2); None if none was yet."""
+        """The norm of the average by which the last step was clipped; None if none was yet."""
         return self._driver.clipping.norm
 
     def widen_gradients(self) -> None:

@@ -78,6 +78,27 @@ MUTATIONS = [
         "contract/test_kernels.py",
     ),
     Mutation(
+        "C: all signs of a sketch are positive",
+        "native/kernels_body.h",
+        "FN(select)(FN(lanes_of)((uint32_t)(hash >> 32), v), -row[v], row[v])",
+        "row[v]",
+        "contract/test_kernels.py",
+    ),
+    Mutation(
+        "clipping: the hashes of a sketch are those of every step",
+        "ocomm/training/driver.py",
+        "self.core.sketch_seed = self.steps + 1",
+        "self.core.sketch_seed = 1",
+        "frontends/test_torch_clipping.py",
+    ),
+    Mutation(
+        "clipping: a rank's own norm is that of the average",
+        "ocomm/optim/sketch.py",
+        "for message in messages:",
+        "for message in messages[:1] * len(messages):",
+        "frontends/test_torch_clipping.py",
+    ),
+    Mutation(
         "C engine: flags of others ignored",
         "native/engine.c",
         "*flags |= header.flags;",

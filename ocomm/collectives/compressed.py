@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
-from ocomm.collectives.plan import Computation, Message, Plan, Stage, header_nbytes, loop
+from ocomm.collectives.plan import Computation, Copy, Message, Plan, Stage, header_nbytes, loop
 from ocomm.collectives.routes import after
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeader
@@ -265,14 +265,17 @@ def _cut(runs: Table, parts: Sequence[tuple[int, int]]) -> Table:
     return found
 
 
-def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHeader) -> Plan:
+def vote(
+    rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHeader, payload: Bytes | None = None
+) -> Plan:
     """Returns the plan of a vote: every rank learns the flags and presence of all ranks before any of them commits.
 
-    Messages are headers only. ``groups`` share out the ranks. With one group every rank sends to every rank. With more,
-    ranks tell their group, and then each passes its group's headers on to some ranks of the other groups: the k-th of
-    them hears it from member k modulo the number of members.
+    Messages are headers, with ``payload`` after each if there is one. ``groups`` share out the ranks. With one group
+    every rank sends to every rank. With more, ranks tell their group, and then each passes its group's messages on to
+    some ranks of the other groups: the k-th of them hears it from member k modulo the number of members.
     """
-    nbytes = segment_header.nbytes
+    head = segment_header.nbytes
+    nbytes = head + (0 if payload is None else payload.nbytes)
     order = [member for group in groups for member in group]
     table = aligned(nbytes * len(order))
     at = {member: nbytes * k for k, member in enumerate(order)}
@@ -281,13 +284,14 @@ def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHead
     def rows_of(group: Sequence[int]) -> Bytes:
         return table[at[group[0]] : at[group[0]] + nbytes * len(group)]
 
-    segment_header.received = rows
+    segment_header.received = heads = [row[:head] for row in rows]
+    segment_header.payloads = [row[head:] for row in rows]
     mine = next(group for group in groups if rank in group)
     position = mine.index(rank)
     mates = after(mine, position)
     stages = [
         Stage(
-            [segment_header.write([rows[rank]])],
+            [segment_header.write([heads[rank]]), *([] if payload is None else [Copy(payload, rows[rank][head:])])],
             [Message(peer, rows[rank]) for peer in mates],
             [Message(peer, rows[peer]) for peer in mates],
         )
@@ -301,5 +305,5 @@ def vote(rank: int, groups: Sequence[Sequence[int]], segment_header: SegmentHead
         across.receives.append(Message(group[place % len(group)], rows_of(group)))
     if across.receives:
         stages.append(across)
-    stages.append(Stage([segment_header.check(rows)]))
+    stages.append(Stage([segment_header.check(heads)]))
     return Plan("vote", [stages])

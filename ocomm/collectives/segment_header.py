@@ -35,6 +35,8 @@ class SegmentHeader:
     passed_on: np.ndarray
     node_flags: np.ndarray
     received: list[Bytes] = field(default_factory=list)
+    #: What ranks have sent after their headers in a vote, in rank order.
+    payloads: list[Bytes] = field(default_factory=list)
 
     def write(self, messages: Sequence[Bytes]) -> WriteHeaders:
         """Returns the computation that writes what this rank says for itself."""

@@ -71,13 +71,16 @@ OWNERS = 0xFFFFFFFF
 #: Elements [start, start + length) of a tensor are at element ``position`` of a message's float32 payload.
 RUN = np.dtype([("start", np.int64), ("position", np.int64), ("length", np.int64), ("tensor", np.int64)])
 
-#: A part of the memory at an address: ``count`` whole elements from element ``first`` on, and ``tail`` bytes after
-#: them.
-PIECE = np.dtype([("address", np.uint64), ("first", np.int64), ("count", np.int64), ("tail", np.int64)])
+#: A part of the memory at an address: ``count`` whole elements from element ``first`` on. ``also`` is the number of
+#: bytes after them that a checksum reads, or the key of a sketch's hashes.
+PIECE = np.dtype([("address", np.uint64), ("first", np.int64), ("count", np.int64), ("also", np.int64)])
 
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
 
+
+#: Buckets of a sketch, and elements whose sums in buckets are float32.
+SKETCH, SKETCHED = 1024, 1 << 17
 
 ALIGNMENT = 64  # bytes; AVX-512 and users of DLPack need it
 
@@ -226,5 +229,19 @@ class Kernels(Loops, Protocol):
         of 0.
 
         It is computed in float64: lane k of 32 adds elements k, k + 32, ...; then lanes are folded by halves.
+        """
+        ...
+
+    def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+        """Returns the CountSketch of float32 buffers at ``addresses``, 0 for none: the sums of SKETCH buckets, to which
+        elements are added with random signs. Its squared norm estimates that of all elements without bias, with a
+        relative deviation of sqrt(2 / SKETCH) at most. The mean of the ranks' sketches is the sketch of their mean.
+
+        Row k of 32 elements, in chunk c of SKETCHED elements of buffer i, is added to the 32 buckets that follow one:
+        x = mixed(mixed(mixed(mixed(seed, i), c), k), k) has its number, modulo SKETCH, and in bit 32 + j whether
+        element j is subtracted. Buckets past the last one are the first ones. In a chunk sums are float32, in the order
+        of rows, and those of the buckets past the last one are added at its end; chunks are added in float64.
+
+        Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", 2002.
         """
         ...

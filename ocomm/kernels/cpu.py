@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ocomm._native import ffi, lib
 from ocomm.errors import LaunchError
-from ocomm.kernels.base import HOST, WHOLE, Bytes
+from ocomm.kernels.base import HOST, SKETCH, WHOLE, Bytes
 from ocomm.kernels.loops import DIGEST, LOOPS, Declaration, function
 from ocomm.kernels.reference import ReferenceKernels, unsupported_reduction
 from ocomm.types import DType, ReduceOp
@@ -109,6 +109,19 @@ class CpuKernels:
         sums = np.empty(addresses.size)
         lib.ocomm_squares(
             _pointer("uint64_t[]", addresses), _pointer("int64_t[]", numels), addresses.size, _pointer("double[]", sums)
+        )
+        return sums
+
+    def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+        """Returns a new array."""
+        addresses, numels = np.ascontiguousarray(addresses), np.ascontiguousarray(numels)
+        sums = np.empty(SKETCH)
+        lib.ocomm_sketch(
+            _pointer("uint64_t[]", addresses),
+            _pointer("int64_t[]", numels),
+            addresses.size,
+            seed,
+            _pointer("double[]", sums),
         )
         return sums
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ocomm.kernels.base import BLOCK, GROUP, LEAST, PIECE, RUN, TENSOR
+from ocomm.kernels.base import BLOCK, GROUP, LEAST, PIECE, RUN, SKETCH, TENSOR
 from ocomm.kernels.cuda_words import (
     QUAD,
     THREADS,
@@ -66,9 +66,11 @@ WARP = 32
 AT_ONCE = THREADS // WARP
 
 #: Bytes of shared memory: a tile's signs by quad, then a float and an int32 per thread; or an int32 for each quad of a
-#: tile; or the signs of AT_ONCE messages; behind it a float for each message. The launch allocates it, since the
-#: simulator may give two threads different arrays if a kernel allocates it.
-SHARED_NBYTES = max(TILE // QUAD + 8 * THREADS, TILE, AT_ONCE * TILE // 8) + 4 * AT_ONCE
+#: tile; or the signs of AT_ONCE messages; behind it a float for each message; or a hash per thread and the sums of a
+#: sketch. The launch allocates it, since the simulator may give two threads different arrays if a kernel allocates it.
+_SKETCH_NBYTES = 8 * THREADS + 4 * (SKETCH + WARP)
+SHARED_NBYTES = max(TILE // QUAD + 8 * THREADS, TILE, AT_ONCE * TILE // 8, _SKETCH_NBYTES) + 4 * AT_ONCE
+_BUCKETS = 2 * THREADS
 _PARTIAL = TILE // QUAD // 4
 _HIDDEN = _PARTIAL + THREADS
 _SCALES = SHARED_NBYTES // 4 - AT_ONCE
@@ -104,7 +106,7 @@ _RUN_START, _RUN_POSITION, _RUN_LENGTH, _RUN_TENSOR = (
     RUN.fields[name][1]  # type: ignore[index]
     for name in ("start", "position", "length", "tensor")
 )
-_ADDRESS, _FIRST, _COUNT, _TAIL = (PIECE.fields[name][1] for name in ("address", "first", "count", "tail"))  # type: ignore[index]
+_ADDRESS, _FIRST, _COUNT, _ALSO = (PIECE.fields[name][1] for name in ("address", "first", "count", "also"))  # type: ignore[index]
 #: Constants of checksums as signed numbers; ``reference`` has them unsigned.
 _STEP, _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
@@ -1467,7 +1469,7 @@ def _word(address: int, nbytes: int) -> int:
 def sum_words(pieces: int, sums: int) -> None:
     partial = cuda.shared.array(0, types.int64)
     piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
-    first, count, tail = load_long(piece + _FIRST), load_long(piece + _COUNT), load_long(piece + _TAIL)
+    first, count, tail = load_long(piece + _FIRST), load_long(piece + _COUNT), load_long(piece + _ALSO)
     start = load_long(piece + _ADDRESS) + 8 * first
     t = cuda.threadIdx.x
     total = 0
@@ -1503,6 +1505,36 @@ def sum_squares(pieces: int, sums: int) -> None:
         store_double(sums + 8 * cuda.blockIdx.x, total)
 
 
+@kernel
+def sum_buckets(pieces: int, sums: int) -> None:
+    hashes, parts = cuda.shared.array(0, types.int64), cuda.shared.array(0, types.float32)
+    piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
+    count, key = load_long(piece + _COUNT), load_long(piece + _ALSO)
+    start = load_long(piece + _ADDRESS) + 4 * load_long(piece + _FIRST)
+    t = _thread()
+    # Sum k is added to by thread k modulo THREADS alone, row after row, as on the host.
+    for k in range(t, SKETCH + WARP, THREADS):
+        parts[_BUCKETS + k] = _ZERO
+    rows = (count + WARP - 1) // WARP
+    for first in range(0, rows, THREADS):
+        hashes[t] = _mixed(_mixed(key, first + t), first + t)
+        cuda.syncthreads()
+        for k in range(min(THREADS, rows - first)):
+            found = hashes[k]
+            lane = (t - found) & (THREADS - 1)
+            at = WARP * (first + k) + lane
+            if lane < WARP and at < count:
+                x = load_float(start + 4 * at)
+                bucket = _BUCKETS + (found & (SKETCH - 1)) + lane
+                parts[bucket] = parts[bucket] + (-x if (found >> (32 + lane)) & 1 else x)
+        cuda.syncthreads()
+    for k in range(t, SKETCH, THREADS):
+        total = parts[_BUCKETS + k]
+        if k < WARP:
+            total = total + parts[_BUCKETS + SKETCH + k]
+        store_float(sums + 4 * (SKETCH * cuda.blockIdx.x + k), total)
+
+
 #: All kernels, by the names of their loops and of the parts of such.
 KERNELS: dict[str, Any] = {
     loop.py_func.__name__: loop
@@ -1510,6 +1542,6 @@ KERNELS: dict[str, Any] = {
         compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
         compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, compress_codes, average_codes,
         unpack_codes, descend, adam_step, gather, scatter, reduce, reduce_low, reduce_double, reduce_whole, sum_words,
-        sum_squares,
+        sum_squares, sum_buckets,
     )
 }  # fmt: skip

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import PIECE, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
+from ocomm.kernels.base import PIECE, SKETCH, SKETCHED, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
 from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
-from ocomm.kernels.reference import CHECKSUM_SPREAD
+from ocomm.kernels.reference import CHECKSUM_SPREAD, sketch_keys
 from ocomm.types import DType, ReduceOp
 
 #: Number of tables that are kept on the device without being in use, such as those of buckets that are cut again.
@@ -608,28 +608,39 @@ class DeviceKernels:
         no_tails = np.zeros_like(numels)
         return self._begin_sums("sum_squares", addresses, numels, no_tails, np.float64, complete).result()
 
+    def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+        """Returns the same numbers as on the host, for memory of the device. Waits."""
+
+        def complete(_: Any, found: NDArray[np.float32]) -> NDArray[np.float64]:
+            return found.reshape(-1, SKETCH).sum(0, np.float64)  # one chunk after the other
+
+        seeds = np.full_like(numels, seed)
+        return self._begin_sums("sum_buckets", addresses, numels, seeds, np.float32, complete, _chunks, SKETCH).result()
+
     def _begin_sums(
         self,
         loop: str,
         addresses: NDArray[np.uint64],
         counts: NDArray[np.int64],
-        tails: NDArray[np.int64],
+        also: NDArray[np.int64],
         dtype: Any,
         complete: Callable[[Any, Any], Any],
+        cut: Callable[..., tuple[Table, Any]] | None = None,
+        width: int = 1,
     ) -> Later:
-        """Queues sums over memory. ``complete`` makes the result of the number of the address, and the sum, of each
-        piece.
+        """Queues sums over memory, ``width`` for each piece that ``cut`` makes. ``complete`` makes the result of the
+        number of the address, and the sums, of each piece.
         """
         memory, key = self.memory, (loop, addresses.size)
-        given = addresses.tobytes() + counts.tobytes() + tails.tobytes()
+        given = addresses.tobytes() + counts.tobytes() + also.tobytes()
         with self._asking, memory.lock:
             known, of, table, sums, queue = self._sums.get(key, (b"", np.zeros(0, np.int64), None, None, None))
             if known != given:
-                pieces, of = _cut(addresses, counts, tails)
+                pieces, of = (cut or _cut)(addresses, counts, also)
                 if table is None or table.size != pieces.size:
                     if len(self._sums) == _SUMS:
                         self._sums.clear()
-                    table, sums = memory.empty(pieces.size, PIECE), memory.empty(pieces.size, dtype)
+                    table, sums = memory.empty(pieces.size, PIECE), memory.empty(width * pieces.size, dtype)
                     queue = self.batch(loop, [(table, sums)])
                 memory.assign(table.view(np.uint8), pieces.view(np.uint8))
                 self._sums[key] = given, of, table, sums, queue
@@ -670,18 +681,27 @@ class Later:
         self._event = None
 
 
-def _cut(addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64]) -> tuple[Table, Any]:
-    """Returns a PIECE table of the memory at the addresses, cut for many thread blocks, and the address that each row
-    belongs to.
+def _cut(
+    addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64], numel: int = _PIECE_NUMEL
+) -> tuple[Table, Any]:
+    """Returns a PIECE table of the memory at the addresses, cut for many thread blocks into ``numel`` elements, and the
+    address that each row belongs to.
     """
     there = np.flatnonzero((addresses != 0) & ((counts > 0) | (tails > 0)))
-    shares = np.maximum(-(-counts[there] // _PIECE_NUMEL), 1)
+    shares = np.maximum(-(-counts[there] // numel), 1)
     of = np.repeat(there, shares)
     number = np.arange(of.size) - np.repeat(np.cumsum(shares) - shares, shares)
     pieces = np.zeros(of.size, PIECE)
-    pieces["address"], pieces["first"] = addresses[of], number * _PIECE_NUMEL
-    pieces["count"] = np.minimum(counts[of] - pieces["first"], _PIECE_NUMEL)
-    pieces["tail"] = np.where(number == np.repeat(shares, shares) - 1, tails[of], 0)
+    pieces["address"], pieces["first"] = addresses[of], number * numel
+    pieces["count"] = np.minimum(counts[of] - pieces["first"], numel)
+    pieces["also"] = np.where(number == np.repeat(shares, shares) - 1, tails[of], 0)
+    return pieces, of
+
+
+def _chunks(addresses: NDArray[np.uint64], counts: NDArray[np.int64], seeds: NDArray[np.int64]) -> tuple[Table, Any]:
+    """Returns a PIECE table of the chunks of a sketch, and the address that each row belongs to."""
+    pieces, of = _cut(addresses, counts, np.zeros_like(counts), SKETCHED)
+    pieces["also"] = sketch_keys(seeds[of], of, pieces["first"])
     return pieces, of
 
 

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     CodesOut = Bytes
     #: Staging memory that is written as a whole.
     BufferOut = Bytes
-    #: Memory for sums, one for each row of a PIECE table.
+    #: Memory for the sums of each row of a PIECE table.
     Sums = NDArray[Any]
     #: Numbers, by their type in C.
     Float32 = float
@@ -471,7 +471,7 @@ class Loops(Protocol):
         """
         ...
 
-    # Sums over memory of devices, for ``Kernels.checksums`` and ``Kernels.squares`` there.
+    # Sums over memory of devices, for ``Kernels.checksums``, ``Kernels.squares`` and ``Kernels.sketch`` there.
 
     def sum_words(self, pieces: Pieces, sums: Sums) -> None:
         """Computes what each piece adds to a full ``checksum``; elements are words of 8 bytes."""
@@ -481,12 +481,17 @@ class Loops(Protocol):
         """Computes the sum of squares of each piece, in float64 and in any order; elements are float32."""
         ...
 
+    def sum_buckets(self, pieces: Pieces, sums: Sums) -> None:
+        """Computes the SKETCH sums of each piece, a chunk of ``Kernels.sketch``; elements are float32."""
+        ...
+
 
 #: Loops that are not in C, and why. Kernels on the host run the reference's.
 NOT_IN_C = {
     "descend": "NumPy's operations on whole blocks are loops in C already",
     "sum_words": "the host has ocomm_checksums",
     "sum_squares": "the host has ocomm_squares",
+    "sum_buckets": "the host has ocomm_sketch",
 }
 #: Loops that have no CUDA kernel, and why.
 NOT_ON_DEVICES = {

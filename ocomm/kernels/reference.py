@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import GROUP, HOST, LEAST, PARTS, WHOLE, Bytes, Floats, Table
+from ocomm.kernels.base import GROUP, HOST, LEAST, PARTS, SKETCH, SKETCHED, WHOLE, Bytes, Floats, Table
 from ocomm.types import DType, ReduceOp
 
 LANES = 32
@@ -502,6 +502,12 @@ class ReferenceKernels:
             values = _memory(address + 4 * first, 4 * count).view(np.float32).astype(np.float64)
             sums[k] = (values * values).sum()
 
+    def sum_buckets(self, pieces: Table, sums: Floats) -> None:
+        """Computes the sums of each row of a PIECE table, SKETCH of them."""
+        for k, (address, first, count, key) in enumerate(pieces.tolist()):
+            values = _memory(address + 4 * first, 4 * count).view(np.float32)
+            sums[k * SKETCH : (k + 1) * SKETCH] = _sums_of_buckets(values, key)
+
     def checksums(
         self, addresses: NDArray[np.uint64], nbytes: NDArray[np.int64], part: int = WHOLE
     ) -> NDArray[np.uint64]:
@@ -527,6 +533,15 @@ class ReferenceKernels:
                 for half in (16, 8, 4, 2, 1):
                     total = total[:half] + total[half : 2 * half]
                 sums[i] = total[0]
+        return sums
+
+    def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+        """Returns the sums of the buckets."""
+        sums = np.zeros(SKETCH)
+        for i, (address, count) in enumerate(zip(addresses.tolist(), numels.tolist(), strict=True)):
+            for first in range(0, count if address else 0, SKETCHED):
+                values = _memory(address + 4 * first, 4 * min(SKETCHED, count - first)).view(np.float32)
+                sums += _sums_of_buckets(values, int(sketch_keys(*np.array([[seed], [i], [first]]))[0]))
         return sums
 
     def axpy(self, y: Floats, x: Floats, factor: float) -> None:
@@ -878,6 +893,26 @@ def _scaled(elements: NDArray[Any], factor: float) -> NDArray[Any]:
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 #: Also the factor of the buffer's length in a checksum.
 CHECKSUM_SPREAD = np.uint64(0xD6E8FEB86659FD93)
+
+
+def sketch_keys(seeds: NDArray[np.int64], buffers: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the keys of the chunks that begin with elements ``first`` of ``buffers``."""
+    key, chunks = _mixed(seeds.astype(np.uint64), buffers.astype(np.uint64)), first // SKETCHED
+    return _mixed(key, chunks.astype(np.uint64)).view(np.int64)
+
+
+def _sums_of_buckets(values: Floats, key: int) -> Floats:
+    """Returns the sums of the buckets of one chunk."""
+    rows = np.zeros((-(-values.size // 32), 32), np.float32)
+    rows.reshape(-1)[: values.size] = values
+    number, lanes = np.arange(len(rows), dtype=np.uint64), np.arange(32, dtype=np.uint64)
+    hashes = _mixed(_mixed(np.array([key]).view(np.uint64), number), number)[:, None]
+    is_negative = hashes >> (np.uint64(32) + lanes) & np.uint64(1) > 0
+    sums = np.zeros(SKETCH + 32, np.float32)
+    with np.errstate(all="ignore"):
+        np.add.at(sums, hashes % np.uint64(SKETCH) + lanes, np.where(is_negative, -rows, rows))
+        sums[:32] += sums[SKETCH:]
+    return sums[:SKETCH]
 
 
 def _mixed(words: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -141,6 +141,8 @@ class Core(abc.ABC):
         #: The factor, for clipping, by which the next step multiplies every gradient; ``set_hyper`` builds it into the
         #: table. It is the same on all ranks, so a factor of the local gradient is one of the average, too.
         self.gradient_scale = 1.0
+        #: What the hashes of the next sketch of gradients are made with, the same on all ranks.
+        self.sketch_seed = 0
         #: Number of steps taken by each tensor, like Torch's ``state["step"]``.
         self.steps = np.zeros(count, np.int64)
         self.segments: list[Segment] = []

@@ -54,7 +54,7 @@ class NormOf(enum.Enum):
     """What ``exchange`` sets ``norm`` to the norm of; in a grid that of all parts."""
 
     NOTHING = "nothing"
-    #: The ranks' gradients: sqrt(mean over ranks of |g|^2).
+    #: The mean of the ranks' gradients, from sketches.
     GRADIENTS = "gradients"
     #: The averages of tensors that travel dense.
     AVERAGES = "averages"
@@ -104,8 +104,8 @@ class Stepper:
         self.name = name
         self.core = core
         self._grid = grid
-        #: sqrt(mean over ranks of |g|^2), from the last round in which ranks sent norms; in a grid that of all parts,
-        #: or the norm of their averages.
+        #: The norm of the average, from the last round in which ranks sent sketches, or of averages that this rank
+        #: has; in a grid that of all parts.
         self.norm = 0.0
         self.overlap = overlap
         self.overlapping = False  # switched on after a first step without
@@ -171,7 +171,7 @@ class Stepper:
     # The exchange
 
     def agree_on_norm(self, hyper: int, lr: float) -> StepOutcome | None:
-        """Exchanges norms and sets ``norm``, before the exchange of gradients that are to be clipped. Collective.
+        """Exchanges sketches and sets ``norm``, before the exchange of gradients that are to be clipped. Collective.
 
         For a step of which nothing has been posted. ``hyper`` is a hash of what gradients will be compressed with;
         ``lr`` is shown in messages. Returns None, or what all ranks do with the step if one of them skips it: then it
@@ -182,13 +182,13 @@ class Stepper:
         try:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
-            self.norm = math.sqrt(self._vote.mean_square)
+            self.norm = math.sqrt(self._vote.square_of_mean)
             if self._grid is not None:
-                heard = self._agree_in_grid(self._grid, EARLY, heard, self._vote.mean_square)
+                heard = self._agree_in_grid(self._grid, EARLY, heard, self._vote.square_of_mean)
         except BaseException as error:
             self.give_up(error, EARLY)
             raise
-        self._early_sent.append(self._vote.early_sent)
+        self._early_sent.append(self._vote.sent)
         if not heard & _OVER:
             return None
         self.begun = False
@@ -209,7 +209,7 @@ class Stepper:
     def _squares(self, norm_of: NormOf, said: Statement) -> float:
         """Returns the square of the norm that ``norm_of`` names, after the vote in which this rank has ``said``."""
         if norm_of is NormOf.GRADIENTS:
-            return self._vote.mean_square
+            return self._vote.square_of_mean
         return self._average_squares() if said.squares is None else self._vote.square_of_average
 
     def _average_squares(self) -> float:

@@ -26,7 +26,8 @@ from ocomm.kernels.base import Bytes
 from ocomm.optim.core import Core
 from ocomm.optim.disagreement import disagreement
 from ocomm.optim.flows import Flow, NodeFlow
-from ocomm.optim.step_channel import Sent, StepChannel
+from ocomm.optim.sketch import SKETCH_NBYTES, square_of_mean, write_sketch
+from ocomm.optim.step_channel import StepChannel
 from ocomm.types import Flag
 
 #: The ``attempt`` of the round in which ranks say whose gradients were not finite.
@@ -55,12 +56,14 @@ class Statement(NamedTuple):
 
 
 class Round:
-    """Headers, with presence bits of ``tensors``, from every rank to all. ``signature`` says which round it is."""
+    """Headers, with presence bits of ``tensors`` and ``payload``, from every rank to all. ``signature`` says which
+    round it is.
+    """
 
-    def __init__(self, wire: StepChannel, signature: int, tensors: int) -> None:
+    def __init__(self, wire: StepChannel, signature: int, tensors: int, payload: Bytes | None = None) -> None:
         self.segment_headers = wire.segment_headers([(signature, tensors)])
         (self.segment_header,) = self.segment_headers
-        plan = vote(wire.rank, vote_groups(wire.nodes), self.segment_header)
+        plan = vote(wire.rank, vote_groups(wire.nodes), self.segment_header, payload)
         self.prepared: Any
         self.prepared, self.sent = wire.prepare(plan)
         self.ticket: Ticket | None = None
@@ -77,19 +80,22 @@ class Vote:
         self._counted = counted
         self._core = core
         self._wire = wire
+        #: What this rank sends in a round of sketches.
+        self._sketch = np.zeros(SKETCH_NBYTES, np.uint8)
         layout = core.layout
-        self._vote = Round(wire, layout.digest, len(layout.tensors) if core.steps_locally else 0)
+        self._tensors = len(layout.tensors) if core.steps_locally else 0
+        self._vote = Round(wire, layout.digest, self._tensors)
         self._held = self._vote
-        #: The mean over ranks of |g|^2, from the last round in which ranks sent norms.
-        self.mean_square = 0.0
+        #: |g|^2 of the ranks' mean gradient, from the last round in which ranks sent sketches.
+        self.square_of_mean = 0.0
         #: The sum over ranks of ``Statement.squares``, from the last round in which ranks sent them.
         self.square_of_average = 0.0
-        #: Each rank's |g|, in rank order, from the last round in which ranks sent norms or began a step again; NaN of a
-        #: rank whose gradients are 16-bit.
+        #: Each rank's |g|, in rank order, from the last round in which ranks began a step again; NaN of a rank whose
+        #: gradients are 16-bit.
         self.norms: list[float] = []
         #: True if all ranks had the same checksum of gradients in the last round, and had one.
         self.gradients_are_alike = False
-        #: Number of bytes of the vote of a step.
+        #: Bytes of the last round that was held.
         self.sent = self._vote.sent
 
     @property
@@ -99,18 +105,17 @@ class Vote:
 
     @cached_property
     def _early_round(self) -> Round:
-        """The round of norms, before anything is posted."""
-        return Round(self._wire, self._core.layout.digest ^ 1, 0)
+        """The round of sketches, before anything is posted."""
+        return Round(self._wire, self._core.layout.digest ^ 1, 0, self._sketch)
 
-    @property
-    def early_sent(self) -> Sent:
-        """Bytes of a round before anything is posted."""
-        return self._early_round.sent
+    @cached_property
+    def _vote_with_sketch(self) -> Round:
+        return Round(self._wire, self._core.layout.digest ^ 2, self._tensors, self._sketch)
 
     @property
     def present(self) -> Bytes:
         """The presence bits of all ranks, OR-ed, as heard."""
-        return self._vote.segment_header.heard
+        return self._held.segment_header.heard
 
     def ranks_with(self, flags: Flag) -> list[int]:
         """Returns the world ranks that set one of ``flags`` in the last round that was held."""
@@ -122,7 +127,7 @@ class Vote:
         Args:
             said: What this rank says.
             flows: The flows of the step; None for a round before anything is posted.
-            with_norm: Whether ranks also send their norms, which sets ``mean_square``.
+            with_norm: Whether ranks also send sketches, which sets ``square_of_mean``.
 
         Returns:
             The flags of all ranks.
@@ -131,7 +136,8 @@ class Vote:
             HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
         """
         wire, core = self._wire, self._core
-        held = self._held = self._vote if flows is not None else self._early_round
+        held = self._held = self._early_round if flows is None else self._vote_with_sketch if with_norm else self._vote
+        self.sent = held.sent
         header = held.segment_header.header
         held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement, said.lr)
         header["flags"], header["replica"] = said.flags, said.replica
@@ -141,15 +147,20 @@ class Vote:
                 for heard in flow.segment_headers:
                     if heard.has_disagreement:
                         header[0] = heard.passed_on[0]
-        sends_norm = (with_norm or said.attempt > 0) and said.squares is None
+        sends_norm = said.attempt > 0 and said.squares is None
         if said.squares is not None:
-            assert not with_norm, "a norm of averages and one of gradients in the same vote"
             header["squares"] = said.squares
         elif sends_norm:  # read while what has been posted travels; in float64, tensor by tensor in registration order
             are_16_bit = core.gradients["grad_dtype"].any()  # on a device, where nothing is clipped by norms
-            header["squares"] = math.nan if are_16_bit else self.squares(core.gradients["grad"].copy())
+            header["squares"] = math.nan if are_16_bit else self.squares(core.gradients["grad"])
         else:
             header["squares"] = 0.0
+        if held is not self._vote and flows is not None:
+            held.segment_header.presence[:] = self.presence
+        sketches = with_norm and len(wire.ranks) > 1
+        if sketches:
+            addresses = self._counting(core.gradients["grad"])
+            write_sketch(core.kernels.sketch(addresses, core.layout.numels, core.sketch_seed), self._sketch)
         parts: list[Flow | Round] = [*(flow for flow in flows or () if flow.ticket is not None), held]
         held.ticket = wire.channel.submit(held.prepared, wire.timeout_s, False)
         what = f"{wire.name}: step {said.step}"
@@ -160,18 +171,21 @@ class Vote:
         self.gradients_are_alike = said.gradients > 0 and set(held.segment_header.gradients()) == {said.gradients}
         squares = held.segment_header.squares() if sends_norm else []
         self.norms = [math.sqrt(square) for square in squares]
-        if with_norm:
-            self.mean_square = sum(squares) / len(squares)
+        if sketches:
+            self.square_of_mean = square_of_mean(held.segment_header.payloads)
+        elif with_norm:
+            self.square_of_mean = self.squares(core.gradients["grad"])
         if said.squares is not None:
             self.square_of_average = sum(held.segment_header.squares())
         return int(wire.heard_flags[0])
 
     def squares(self, addresses: NDArray[np.uint64]) -> float:
         """Returns |x|^2 over the tensors that count, of which x has the elements at ``addresses``, 0 for none."""
-        found = self._core.kernels.squares(addresses, self._core.layout.numels).tolist()
-        if self._counted is not None:
-            found = [square for square, counts in zip(found, self._counted, strict=True) if counts]
-        return sum(found)
+        return sum(self._core.kernels.squares(self._counting(addresses), self._core.layout.numels).tolist())
+
+    def _counting(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Returns the addresses of tensors that count in norms, 0 for others."""
+        return addresses.copy() if self._counted is None else np.where(self._counted, addresses, np.uint64(0))
 
     def _failed(self, parts: Sequence[Flow | Round], tickets: Sequence[Ticket], what: str, step: int) -> OcommError:
         failed = cause(tickets)
@@ -196,7 +210,7 @@ class Vote:
         add to a sum, all ranks look at their gradients and tell each other in one more round. All ranks do so or none,
         since all have heard the same.
         """
-        wire, core, segment_header = self._wire, self._core, self._vote.segment_header
+        wire, core, segment_header = self._wire, self._core, self._held.segment_header
         if core.layout.nodes.is_flat:
             heard = [segment_header, *(h for flow in flows if flow.says_whose for h in flow.segment_headers)]
             found = {rank for header in heard for rank in header.ranks_with(Flag.NON_FINITE)}
@@ -205,5 +219,5 @@ class Vote:
         if is_known or not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
             segment_header.header["flags"] = Flag.NON_FINITE
         segment_header.header["attempt"] = _NON_FINITE_ROUND
-        wire.run(self._vote.prepared, f"{wire.name}: step {step}")
+        wire.run(self._held.prepared, f"{wire.name}: step {step}")
         return [wire.ranks[rank] for rank in segment_header.ranks_with(Flag.NON_FINITE)]

@@ -147,7 +147,7 @@ class AdamDriver(Driver):
         return {**super()._state(), "warm_start": self.warm_start}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        self.clipping.norm = saved["norm"]
+        self.clipping.norm = saved.get("norm_of_average")
         self.core.load_state(saved["core"], lambda tensor: self.frontend.moments(tensor)[0])
         for tensor in self.taken_over(saved):
             self.frontend.release(tensor)

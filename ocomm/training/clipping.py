@@ -11,7 +11,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class Clipping:
-    """Decides the factor of each step's gradients from N = sqrt(mean over ranks of |g|^2).
+    """Decides the factor of each step's gradients from N, the norm of their average.
 
     Args:
         limit: ``max_grad_norm``; None if nothing is clipped.

@@ -28,8 +28,9 @@ class Common(Options):
     )
     max_grad_norm: float | None = option(
         None,
-        """Clip gradients to this norm. All ranks use the same one, N = sqrt(mean over ranks of |g|^2); in the dense
-        steps of a warm-up the average is clipped by its own norm. None: no clipping.""",
+        """Clip gradients to this norm, by N, that of the averaged gradient. It is exact in the dense steps of a warm-up
+        and on one rank; else it is estimated, with a standard deviation of 2.2 % (docs/algorithms.md). None: no
+        clipping.""",
     )
     clip: Literal["exact", "previous"] = option(
         "exact",

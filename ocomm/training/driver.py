@@ -342,6 +342,7 @@ class Driver:
     def _begin_clipping(self) -> None:
         """Decides how the gradients of the step that begins are clipped."""
         self.core.gradient_scale = self.clipping.begin(self.clips_next())
+        self.core.sketch_seed = self.steps + 1
 
     # One step
 
@@ -606,7 +607,7 @@ class Driver:
         """Returns further replicated state. A driver that has any adds it here, and loads it in ``_load``."""
         return {
             "stepper": {"order": [int(t) for t in self.stepper.flows.order], "arrived": self.stepper.overlapping},
-            "norm": self.clipping.norm,
+            "norm_of_average": self.clipping.norm,
             "core": self.core.state(),
         }
 
@@ -639,7 +640,7 @@ class Driver:
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         """Loads the result of ``_state``; ``steps`` is set already."""
-        self.clipping.norm = saved["norm"]
+        self.clipping.norm = saved.get("norm_of_average")
         self.core.load_state(saved["core"])
 
     def saved_moments(self, tensor: int) -> dict[str, Any] | None:

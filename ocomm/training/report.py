@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ocomm.docstrings import entry
+from ocomm.optim.sketch import DEVIATION
 from ocomm.telemetry.counters import OPTIMIZER
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,8 +44,8 @@ COMMON: dict[str, str] = {
     "exposed_dense_ms": "the same for dense steps alone, without a first step in which nothing overlaps yet; None if "
     "there was none",
     "exposed_compressed_ms": "the same for compressed steps alone",
-    "grad_norm": "the norm by which the last step was clipped: the root of the mean of the squares of the ranks' "
-    "norms; None without clipping",
+    "grad_norm": "the norm of the averaged gradient in the last step that was clipped, with a standard deviation of "
+    f"{100 * DEVIATION:.1f} % on several ranks; None without clipping",
     "memory_bytes": "bytes held, by buffer (docs/memory.md)",
     "resumed": "None, or what was loaded: the step, the number of ranks that saved it, and whether rank states were "
     "loaded, re-sharded or reset, and why",

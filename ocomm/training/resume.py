@@ -130,12 +130,19 @@ def check_place(driver: Resumable, saved: State, where: str) -> None:
 
 
 def say_changes(driver: Resumable, saved: State) -> None:
-    """Warns of options that differ from the saved ones; the new values are used."""
+    """Warns of options that differ from the saved ones, whose new values are used, and of another norm."""
     before, now = {**driver.default_options, **saved["options"]}, driver.options
     names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
     changed = [f"{name} {before.get(name)!r} -> {now.get(name)!r}" for name in names]
     if changed and driver.core.rank == 0:
         _log.warning("%s: resumed with other options: %s", driver.name, ", ".join(changed))
+    if saved.get("norm") is not None and driver.core.rank == 0:  # of a release before norms of averages
+        _log.warning(
+            "%s: the state is of a release that clipped compressed steps by the root mean square of the ranks' norms. "
+            "From now on they are clipped by the norm of the averaged gradient, as the warm-up is: on n ranks by up to "
+            "sqrt(n) times less.",
+            driver.name,
+        )
 
 
 # Rank states

@@ -614,6 +614,14 @@ class TestDenseValues:
         expected = reference.squares(table_of("grad", tensors)["grad"], numels)
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
+    def test_sketches_are_those_of_the_host(self, kernels: Any) -> None:
+        tensors = [np.zeros(0, np.float32), *self.values()]
+        on_device = [loaned(kernels, t) for t in tensors]
+        numels = np.array([t.size for t in tensors])
+        for seed in (3, 1 << 40):
+            got = kernels.sketch(table_of("grad", on_device)["grad"], numels, seed)
+            assert np.array_equal(got, reference.sketch(table_of("grad", tensors)["grad"], numels, seed))
+
 
 class TestArguments:
     def test_an_array_that_is_not_on_a_device_is_refused(self) -> None:
@@ -653,6 +661,7 @@ WITHOUT_TIMES = {
     "reduce",
     "sum_words",
     "sum_squares",
+    "sum_buckets",
     *REDUCTIONS,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
-from ocomm.kernels.base import PARTS, WHOLE, aligned_zeros
+from ocomm.kernels.base import PARTS, SKETCH, SKETCHED, WHOLE, aligned_zeros
 from ocomm.types import DType, ReduceOp
 from tests.contract.conftest import PATHS
 
@@ -937,6 +938,42 @@ class TestSquares:
         array = np.ones(100, np.float32)
         array[99] = bad
         assert not np.isfinite(kernels.squares(np.array([array.ctypes.data], np.uint64), np.array([100]))[0])
+
+
+class TestSketch:
+    @pytest.mark.parametrize("seed", [1, 5])
+    def test_it_equals_the_reference(self, cpu: Kernels, seed: int) -> None:
+        rng = np.random.default_rng(1)
+        arrays = [rng.normal(size=n).astype(np.float32) for n in (*SQUARED, 2 * SKETCHED + 33)]
+        addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
+        addresses[3] = 0
+        numels = np.array([array.size for array in arrays])
+        found = cpu.sketch(addresses, numels, seed)
+        assert np.array_equal(found, reference.sketch(addresses, numels, seed))
+        assert not np.array_equal(found, cpu.sketch(addresses, numels, seed + 1))
+
+    @pytest.mark.parametrize("shape", ["even", "one column", "one row", "one element", "two tensors"])
+    def test_its_norm_is_that_of_the_elements(self, cpu: Kernels, shape: str) -> None:
+        """Over 400 seeds the mean of the squared norm is within five of its deviations, and its spread is at most that
+        of the bound, wherever large elements are.
+        """
+        x = np.random.default_rng(2).normal(size=(256, 384)).astype(np.float32)
+        factor = {"one column": (slice(None), 5), "one row": (7, slice(None)), "one element": (3, 9)}.get(shape)
+        if factor is not None:
+            x[factor] *= 1000
+        parts = [x] if shape != "two tensors" else [x[:100].copy(), x[100:].copy()]
+        addresses, numels = np.array([p.ctypes.data for p in parts], np.uint64), np.array([p.size for p in parts])
+        exact = float((x.astype(np.float64) ** 2).sum())
+        ratios = [float((cpu.sketch(addresses, numels, seed) ** 2).sum()) / exact for seed in range(400)]
+        bound = math.sqrt(2 / SKETCH)
+        assert abs(np.mean(ratios) - 1) < 5 * bound / math.sqrt(len(ratios))
+        assert np.std(ratios) < 1.2 * bound
+
+    def test_the_mean_of_sketches_is_the_sketch_of_the_mean(self, cpu: Kernels) -> None:
+        ranks = np.random.default_rng(3).integers(-64, 64, (4, 70_000)).astype(np.float32)
+        mean = ranks.mean(0, dtype=np.float32)
+        found = [cpu.sketch(np.array([x.ctypes.data], np.uint64), np.array([x.size]), 9) for x in (*ranks, mean)]
+        assert np.allclose(np.mean(found[:-1], 0), found[-1], rtol=1e-6, atol=1e-3)
 
 
 def test_an_unknown_path_is_refused_and_changes_nothing() -> None:

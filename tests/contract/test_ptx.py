@@ -35,7 +35,7 @@ LOW = {
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while,
 #: or through elements of other sizes.
 ONLY_WRITE, ONLY_READ = {"unpack", "unpack_codes"}, {"finite"}
-RARE = {"sum_words", "sum_squares", "reduce_low", "reduce_double", "reduce_whole"}
+RARE = {"sum_words", "sum_squares", "sum_buckets", "reduce_low", "reduce_double", "reduce_whole"}
 
 
 def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row]) -> None:

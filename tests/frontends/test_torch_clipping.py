@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError
+from ocomm.optim.sketch import DEVIATION
 from ocomm.session import Session
+from ocomm.training import resume
 from ocomm.types import Settings
 from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
 from ocomm_torch.lamb import DistributedOneBitLamb
@@ -181,6 +184,29 @@ def test_every_bit_equals_the_simulation(kind: str, ranks: int, clip: str) -> No
             assert result["report"]["grad_norm"] == pytest.approx(clipping.norm, rel=1e-12)
             if result["report"].get("synced", True):
                 assert result["digests"][-1] == expected[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", few([1, 2, 3, 5, 8], [1, 2, 5]))
+def test_the_factor_is_that_of_one_process_with_all_batches(kind: str, ranks: int) -> None:
+    """Within five standard deviations of a sketch; on one rank but for rounding. In a warm-up that clips its average no
+    factor is needed.
+    """
+    bound = 5 * DEVIATION if ranks > 1 else 1e-6
+
+    def body(session: Session) -> None:
+        parameters = [torch.nn.Parameter(torch.from_numpy(p)) for p in initial()]
+        optimizer = KINDS[kind].wrap(parameters, max_grad_norm=1.0)
+        warmup = {"dense": 12, "compressed": 3}.get(kind.rpartition(", ")[2], 0)
+        for step in range(1, 13):
+            optimizer.zero_grad()
+            backward(parameters, waves(step, rank_of(session)), range(4))
+            optimizer.step()
+            squares = sum(float(np.square(g.astype(np.float64)).sum()) for g in averaged(step, ranks) if g is not None)
+            factor = optimizer._driver.core.gradient_scale
+            assert factor == 1 if step <= warmup else abs(math.sqrt(squares) * factor - 1) < bound
+
+    run_ranks(ranks, body)
 
 
 def test_in_the_warm_up_it_equals_torch_on_the_averaged_gradients() -> None:
@@ -390,6 +416,22 @@ def test_a_saved_run_goes_on_with_the_norm_by_which_its_next_step_is_clipped(kin
 
     for straight, rolled_back, resumed in run_ranks(2, body):
         assert rolled_back == straight and resumed == straight
+
+
+def test_a_state_of_a_release_that_clipped_by_the_ranks_own_norms_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(session: Session) -> None:
+        parameters = [torch.nn.Parameter(torch.from_numpy(array)) for array in initial()]
+        driver = KINDS["Birder"].wrap(parameters, max_grad_norm=1.0)._driver
+        resume.say_changes(driver, {**driver.state([]), "norm": 2.0})
+
+    run_ranks(2, body)
+    assert [record.message for record in caplog.records if "clipped by the norm of the averaged" in record.message] == [
+        "DistributedBirder: the state is of a release that clipped compressed steps by the root mean square of the "
+        "ranks' norms. From now on they are clipped by the norm of the averaged gradient, as the warm-up is: on n "
+        "ranks by up to sqrt(n) times less."
+    ]
 
 
 def test_options_may_be_numbers_of_numpy() -> None:

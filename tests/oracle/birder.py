@@ -112,7 +112,7 @@ class SoftSign:
     def step(self, gradients: Gradients) -> None:
         t = self.committed + 1
         lr = self.lr(t)
-        over = F((1 - self.beta) * (self.clipping.factor(gradients) if self.clipping else 1.0))
+        over = F((1 - self.beta) * (self.clipping.factor(gradients, t) if self.clipping else 1.0))
         for number, x in enumerate(self.tensors):
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):

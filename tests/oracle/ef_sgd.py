@@ -72,7 +72,7 @@ class EFSGD:
     def step(self, gradients: Gradients) -> None:
         self.taken += 1
         lr, mu = self.lr(self.taken), self.momentum
-        factor = self.clipping.factor(gradients) if self.clipping else 1.0
+        factor = self.clipping.factor(gradients, self.taken) if self.clipping else 1.0
         of_m, of_g = (mu * mu, 1 + mu) if self.nesterov else (mu, 1.0)
         for number, x in enumerate(self.tensors):
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]

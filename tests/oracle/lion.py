@@ -70,7 +70,7 @@ class Lion:
 
     def step(self, gradients: Gradients) -> None:
         lr = self.lr(self.committed + 1)
-        factor = self.clipping.factor(gradients) if self.clipping else 1.0
+        factor = self.clipping.factor(gradients, self.committed + 1) if self.clipping else 1.0
         for number, x in enumerate(self.tensors):
             local = [None if g[number] is None else np.asarray(g[number], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):

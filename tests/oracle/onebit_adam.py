@@ -125,7 +125,7 @@ class Simulation:
         lr = self.lr(self.t)
         compressed = [x.compressed for x in self.tensors]
         # A warm-up of all tensors has an average to clip: that is the framework's.
-        self.factor = self.clipping.factor(gradients) if self.clipping and any(compressed) else 1.0
+        self.factor = self.clipping.factor(gradients, self.t) if self.clipping and any(compressed) else 1.0
         for index, x in enumerate(self.tensors):
             local = [None if g[index] is None else np.asarray(g[index], F).reshape(-1) for g in gradients]
             if all(g is None for g in local):

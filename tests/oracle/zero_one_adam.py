@@ -143,7 +143,7 @@ class Simulation:
     def step(self, gradients: Gradients) -> None:
         self.t += 1
         lr = self.lr(self.t)
-        self.factor = self.clipping.factor(gradients) if self.clipping else 1.0
+        self.factor = self.clipping.factor(gradients, self.t) if self.clipping else 1.0
         self.one_minus_beta1 = F((1 - self.beta1) * self.factor)
         due = self.t - self.last_sync >= self.interval(self.t)
         if self.freeze_step is None:

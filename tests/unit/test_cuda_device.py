@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(bool(MPI_SIZE), reason="it starts processes that
 
 TESTS = Path(__file__).parents[1]
 #: What the fake driver prints of a launch, but for the device.
-LAUNCH = "{} x 256 threads, 4128 bytes, device {}"
+LAUNCH = "{} x 256 threads, 6304 bytes, device {}"
 
 
 @pytest.fixture(scope="module")
