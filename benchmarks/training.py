@@ -48,8 +48,13 @@ def schedule(steps: int) -> Callable[[int], float]:
     return lambda step: min((step + 1) / rise, (steps - step) / max(1, steps - rise))
 
 
-def train(task: Task, wrap: Wrap, settings: Settings, *, seed: int, steps: int) -> Run:
-    """Trains from scratch; parameters, batches and schedule depend on ``seed``, ``steps`` and the lr alone."""
+def train(
+    task: Task, wrap: Wrap, settings: Settings, *, seed: int, steps: int, max_grad_norm: float | None = None
+) -> Run:
+    """Trains the task's model; parameters, batches and schedule depend on ``seed``, ``steps`` and the lr alone.
+
+    ``max_grad_norm``: what dense averages are clipped by; compressed optimizers clip by themselves.
+    """
     model = task.model_of(seed)
     adam = torch.optim.Adam(model.parameters(), lr=settings["lr"], betas=BETAS)
     optimizer = wrap(adam, model, steps, settings)
@@ -62,7 +67,13 @@ def train(task: Task, wrap: Wrap, settings: Settings, *, seed: int, steps: int) 
         loss.backward()
         losses[step] = loss.item()
         try:
-            optimizer.step()
+            if max_grad_norm is None:
+                optimizer.step()
+            else:
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
         except NonFiniteError:
             break
         scheduler.step()
