@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -93,13 +94,13 @@ def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
 
 
 def _warn_of_clipping(optimizer: Any, wrapper: str) -> None:
-    """Warns on rank 0 that Keras clips each rank's gradients by themselves, if it clips."""
+    """Warns on rank 0 that Keras clips each rank's gradients by themselves, if it clips them one by one."""
     session = sessions.current()
-    found = [name for name in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, name, None)]
+    found = [name for name in ("clipnorm", "clipvalue") if getattr(optimizer, name, None)]
     if found and session.is_initialized and session.require_topology().size > 1 and not session.require_topology().rank:
         _log.warning(
-            "%s: %s=%s clips each rank's gradients by themselves, before they are averaged. Pass max_grad_norm= to "
-            "the 1-bit optimizer instead, which clips by the norm over all ranks.",
+            "%s: %s=%s clips each rank's gradients by themselves, before they are averaged. Use global_clipnorm= "
+            "instead, or max_grad_norm= of the 1-bit optimizer: both clip by the norm of the averaged gradient.",
             wrapper,
             found[0],
             getattr(optimizer, found[0]),
@@ -190,10 +191,12 @@ class Compressed(Driven):
             return super().apply(_widened(grads), trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self: Any, grads: list[Any]) -> list[Any]:
-        """Clips like the wrapped optimizer, but sums: Keras has averaged over ``backward_passes_per_step``."""
+        """Clips like the wrapped optimizer, but sums: Keras has averaged over ``backward_passes_per_step``. The
+        exchange clips by the norm of the average, which ``global_clipnorm`` limits.
+        """
         passes = self._setup[3].backward_passes_per_step
         sums = [scaled(gradient, passes) for gradient in grads] if passes > 1 else grads
-        return super()._clip_gradients(sums)  # type: ignore[misc]
+        return sums if self.global_clipnorm else super()._clip_gradients(sums)  # type: ignore[misc]
 
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing, because the weight decay is part of the step."""
@@ -542,6 +545,13 @@ def wrap(
                 f"gradient_accumulation_steps={inner.gradient_accumulation_steps}; set one of the two."
             )
         inner.gradient_accumulation_steps = int(common.backward_passes_per_step)
+    if limit := inner.global_clipnorm:
+        if common.max_grad_norm is not None:
+            raise InvalidRequestError(
+                f"max_grad_norm={common.max_grad_norm}, and the {type(inner).__name__} has global_clipnorm={limit}; "
+                "set one of the two."
+            )
+        common = replace(common, max_grad_norm=float(limit))
     wrapped = subclass_of(mixin, inner)
     wrapped.__dict__["_setup"] = (process_set, names, options, common)
     wrapped.__dict__["ocomm_warm_start"] = bool(warm_start)

@@ -444,16 +444,34 @@ class TestCompressed:
     @pytest.mark.skipif(MPI_SIZE > 0, reason="rank 0's log is another process's")
     def test_clipping_by_keras_is_a_warning_that_names_our_own(self, caplog: pytest.LogCaptureFixture) -> None:
         def body(session: Session) -> None:
+            hvd.DistributedLion(keras.optimizers.SGD(1e-3, clipnorm=0.5), make_model())
             hvd.DistributedLion(keras.optimizers.SGD(1e-3, global_clipnorm=0.5), make_model())
             hvd.DistributedLion(keras.optimizers.SGD(1e-3), make_model(), max_grad_norm=0.5)
+            with pytest.raises(InvalidRequestError, match=r"max_grad_norm=0.5, and the SGD has global_clipnorm=0.1"):
+                hvd.DistributedLion(keras.optimizers.SGD(1e-3, global_clipnorm=0.1), max_grad_norm=0.5)
 
         with caplog.at_level("WARNING", "ocomm"):
             run_ranks(2, body)
         (said,) = [each.getMessage() for each in caplog.records if "clips" in each.getMessage()]
         assert said == (
-            "DistributedLion: global_clipnorm=0.5 clips each rank's gradients by themselves, before they are averaged. "
-            "Pass max_grad_norm= to the 1-bit optimizer instead, which clips by the norm over all ranks."
+            "DistributedLion: clipnorm=0.5 clips each rank's gradients by themselves, before they are averaged. Use "
+            "global_clipnorm= instead, or max_grad_norm= of the 1-bit optimizer: both clip by the norm of the averaged "
+            "gradient."
         )
+
+    def test_a_global_clipnorm_of_keras_is_that_of_the_averaged_gradient(self) -> None:
+        def body(session: Session) -> Any:
+            found = []
+            for inner, ours in (({"global_clipnorm": 0.05}, {}), ({}, {"max_grad_norm": 0.05})):
+                adam = keras.optimizers.Adam(3e-3, **inner)
+                model = compiled(make_model(), hvd.DistributedOneBitAdam(adam, freeze_step=5, **ours))
+                fit(model, hvd.rank(), 2, 1)
+                found.append((weights_of(model), model.optimizer.compression_report()["grad_norm"]))
+            (weights, norm), (expected, expected_norm) = found
+            assert norm == expected_norm > 0.05
+            assert_equal([weights, expected])
+
+        run_ranks(2, body)
 
     def test_schedules_accumulation_and_averages_of_keras(self) -> None:
         def body(session: Session) -> Any:
