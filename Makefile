@@ -65,7 +65,7 @@ ON_FOUR_RANKS := tests/contract/test_transport.py tests/world/test_hierarchical.
 # seen to keep a rank there for longer than the others wait.
 TF_ON_TWO_RANKS := tests/frontends/test_tf_ops.py
 WITH_TF := $(wildcard tests/frontends/test_tf_*.py) tests/frontends/test_teams.py
-WITHOUT_TF := tests/contract/test_transport.py tests/world tests/frontends $(addprefix --ignore=,$(WITH_TF))
+WITHOUT_TF := tests/contract/test_transport.py tests/world tests/frontends tests/programs/test_on_mpi.py $(addprefix --ignore=,$(WITH_TF))
 #: Where marker `alone` is, without importing all other tests.
 ALONE := tests/cluster
 #: $(call under_mpirun,ranks,files and flags). The launcher has its folder in a place of its own: where one was killed, a

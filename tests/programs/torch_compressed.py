@@ -537,8 +537,11 @@ class Script(Model):
             self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
 
 
-def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[threading.Event]) -> None:
-    """Runs the script and its replay, step by step, and compares them."""
+def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> list[tuple[Any, bool, Any]]:
+    """Runs the script and its replay, step by step, and compares them. Returns what each step has raised, whether all
+    ranks should have the same parameters after it, and these.
+    """
+    said: list[tuple[Any, bool, Any]] = []
     noisy, clean = (Script(program, rank, is_clean, dropped) for is_clean in (False, True))
     for number, step in enumerate(program.steps):
         before = noisy.values()
@@ -549,7 +552,7 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
             assert all(map(same, noisy.p, before)) or step.before or step.between, (
                 f"step {number} has changed parameters"
             )
-            return
+            return said
         has_trained = any(p.requires_grad for p in noisy.p)
         expected = NonFiniteError if step.end == "nan" and has_trained else None
         is_refused = raised is InvalidRequestError and program.may_refuse(step)
@@ -566,6 +569,7 @@ def on_a_rank(program: Program, rank: int, said: list[Any], dropped: list[thread
         )
     differing = sorted(name for name, _ in noisy.state().items() ^ clean.state().items())
     assert not differing, f"the states differ: {differing}"
+    return said
 
 
 def run(program: Program) -> None:
@@ -575,10 +579,8 @@ def run(program: Program) -> None:
     flows.BUCKET_NUMEL = setup.bucket_numel
     pipeline.SMALLEST_NBYTES = pipeline.SMALLEST_SHARE_NBYTES = 16
     dropped = [threading.Event() for _ in program.steps]
-    said: dict[int, list[Any]] = {rank: [] for rank in range(setup.ranks)}
-
-    run_ranks(setup, lambda rank: on_a_rank(program, rank, said[rank], dropped), replica_check_steps=2)
-    for number, found in enumerate(zip(*said.values(), strict=True)):
+    said = run_ranks(setup, lambda rank: on_a_rank(program, rank, dropped), replica_check_steps=2)
+    for number, found in enumerate(zip(*said, strict=True)):
         classes = [raised for raised, _, _ in found]
         assert len(set(classes)) == 1, f"step {number}: the ranks raised {classes}"
         if all(synced for _, synced, _ in found):

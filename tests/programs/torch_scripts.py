@@ -13,7 +13,9 @@ import torch
 
 from ocomm import session as sessions
 from ocomm.types import Settings
+from tests import worlds
 from tests.faults import world
+from tests.worlds import MPI_SIZE
 
 #: Seconds after which a rank that waits gives up on the others.
 PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
@@ -209,13 +211,16 @@ def raised_by(call: Callable[..., Any], *args: Any) -> type[Exception] | None:
     return None
 
 
-def run_ranks(setup: Any, workload: Callable[[int], None], **settings: Any) -> None:
+def run_ranks(setup: Any, workload: Callable[[int], Any], **settings: Any) -> list[Any]:
     """Runs ``workload(rank)`` on every rank.
 
     Args:
         setup: Has ``ranks``, ``slots`` (ranks per host; 0: all on one), ``engine`` and ``segment_nbytes``.
-        workload: Called in a thread per rank, with its session current.
+        workload: Called in a thread per rank or, under mpirun, in each process, with its session current.
         settings: Further ones of ``Settings``.
+
+    Returns:
+        What each rank returned.
 
     Raises:
         AssertionError: A rank hangs, or a law does not hold on it.
@@ -229,8 +234,17 @@ def run_ranks(setup: Any, workload: Callable[[int], None], **settings: Any) -> N
         **settings,
     )
     hosts = [f"host{rank // setup.slots}" for rank in range(setup.ranks)] if setup.slots else []
+    found: list[Any] = [None] * setup.ranks
+
+    def on_a_rank(_: Any) -> Any:
+        rank = sessions.current().require_topology().rank
+        found[rank] = workload(rank)
+        return found[rank]
+
+    if MPI_SIZE:
+        return worlds.run_ranks(setup.ranks, on_a_rank, chosen, hosts=hosts)
     done = world.run(
-        lambda _: workload(sessions.current().require_topology().rank),
+        on_a_rank,
         setup.ranks,
         chosen,
         native=setup.engine == "native",
@@ -238,7 +252,6 @@ def run_ranks(setup: Any, workload: Callable[[int], None], **settings: Any) -> N
         deadline_s=3 * PATIENCE_S,
     )
     assert not done.stuck, f"{done.stuck} hang"
-    errors = [rank.error for rank in done.ranks]
-    first = next((e for e in errors if isinstance(e, AssertionError)), next((e for e in errors if e), None))
-    if first is not None:
-        raise first
+    if done.error is not None:
+        raise done.error
+    return found
