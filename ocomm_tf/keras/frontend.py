@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from ocomm.collectives.scratch import aligned
-from ocomm.errors import MismatchError
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet
 from ocomm.optim.adam import FlatAdam
@@ -164,19 +163,8 @@ class KerasFrontend(ReadyGradients):
             self._gradients = [None] * len(self.entries)
             self._early.clear()
             self._stale.clear()
-        self._refuse_absent(absent)
         number_of = {entry.index: number for number, entry in enumerate(self.entries)}
         return [self._given(number_of[index]) for index in indices]
-
-    def _refuse_absent(self, absent: Sequence[int]) -> None:
-        """Raises MismatchError if other ranks have changed a tensor of ``absent``, which have no gradient here."""
-        moved = [number for number in absent if self.driver.stepper.present_anywhere[number]]
-        if moved:
-            raise MismatchError(
-                f"{self.driver.name}: variable '{self.entries[moved[0]].name}' has a gradient on other ranks, and none "
-                "on this one, which would leave it behind. Compute the same loss on all ranks; a part that some batch "
-                "does not need can be added times 0."
-            )
 
     # For the driver
 

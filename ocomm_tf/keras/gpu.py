@@ -138,7 +138,6 @@ class GpuFrontend(KerasFrontend):
         """Makes one step on all ranks; ``values`` are changed in place and returned."""
         self._lr = shortest(lr)
         position_of = {index: position for position, index in enumerate(indices)}
-        absent = []
         self._let_go()
         try:
             for number, entry in enumerate(self.entries):
@@ -146,10 +145,7 @@ class GpuFrontend(KerasFrontend):
                 self._hold(number, values[position])
                 if position < len(gradients):
                     self._addresses[number] = address_of(gradients[position])
-                else:
-                    absent.append(number)
             self.driver.step(lambda: False)
-            self._refuse_absent(absent)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is raised
                 self._let_go()
