@@ -17,8 +17,9 @@ SKETCH_NBYTES = 8 + SKETCH
 
 
 def write_sketch(sums: NDArray[np.float64], message: Bytes) -> None:
-    """Writes the sums of a sketch's buckets as whole numbers up to 127, times a scale: they change the square of a norm
-    by 1e-4 where gradients are spread over buckets, and by 0.5 % at most.
+    """Writes the sums of a sketch's buckets as whole numbers up to 127, times a scale. Rounding changes the square of a
+    norm by 1e-4 where gradients are spread over buckets, by 0.5 % where one element outweighs all others, and by 5 %
+    where all sums but one are half a unit.
     """
     scale = np.abs(sums).max() / 127
     message[:8].view(np.float64)[0] = scale

@@ -23,6 +23,7 @@ from ocomm.errors import InvalidRequestError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
 from tests.cluster.jobs import run_job  # noqa: E402
+from tests.tiers import alternating  # noqa: E402
 from tests.worlds import MPI_SIZE, run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -243,8 +244,7 @@ ADAMS = {
 }
 
 
-@pytest.mark.parametrize("makes_new", [False, True], ids=["same optimizer", "new optimizer"])
-@pytest.mark.parametrize("kind", ADAMS)
+@pytest.mark.parametrize(("kind", "makes_new"), alternating(ADAMS, [False, True]))
 def test_a_restore_changes_no_bit_where_variables_have_taken_fewer_steps_than_iterations(
     kind: str, makes_new: bool
 ) -> None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.cluster.jobs import run
+from tests.tiers import few
 from tests.worlds import MPI_SIZE
 
 pytestmark = [
@@ -19,11 +20,14 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "names",
-    [
-        "same_as_one_process built_by_its_first_batch tape refused",
-        "schedule_and_files scaled_files wrapper_of_an_optimizer loss_scale",
-        "without_eager_execution",
-    ],
+    few(
+        [
+            "same_as_one_process built_by_its_first_batch tape refused",
+            "schedule_and_files scaled_files wrapper_of_an_optimizer loss_scale",
+            "without_eager_execution",
+        ],
+        ["same_as_one_process built_by_its_first_batch tape refused"],
+    ),
 )
 def test_scripts_of_keras_2(names: str) -> None:
     command = [sys.executable, "-m", "tests.frontends.keras_2", *names.split()]

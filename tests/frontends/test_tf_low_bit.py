@@ -21,6 +21,7 @@ from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
 from ocomm_tf.elastic import TensorFlowKerasState  # noqa: E402
 from tests.oracle.dense_codes import DenseCodes  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -248,7 +249,7 @@ def test_an_elastic_state_has_the_errors() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("way", ["loaded", "built", "partial"])
+@pytest.mark.parametrize("way", few(["loaded", "built", "partial"], ["partial"]))
 def test_an_optimizer_that_is_built_before_it_is_wrapped_has_errors_and_a_report(way: str, tmp_path: Path) -> None:
     def body(session: Session) -> None:
         layers = [keras.layers.Dense(2, kernel_initializer="ones") for _ in range(2)]

@@ -456,15 +456,18 @@ def resumed(folder: Path, wrap: str, how: str, factor: float = 1.0, **options: A
 @pytest.mark.skipif(MPI_SIZE > 0, reason="the second job has what the first has saved")
 @pytest.mark.parametrize(
     ("wrap", "how", "options", "dense_steps"),
-    [
-        ("DistributedOneBitAdam", "plain", {"freeze_step": 2}, 0),
-        ("DistributedOneBitAdam", "plain", {"freeze_step": 100}, 4),
-        ("DistributedOneBitAdam", "warm_start", {"freeze_step": 100}, 0),
-        ("DistributedOneBitLamb", "plain", {"freeze_step": 2}, 0),
-        ("DistributedOneBitLamb", "warm_start", {"freeze_step": 100}, 0),
-        ("DistributedZeroOneAdam", "plain", {}, 0),
-        ("DistributedZeroOneAdam", "warm_start", {}, 0),
-    ],
+    few(
+        [
+            ("DistributedOneBitAdam", "plain", {"freeze_step": 2}, 0),
+            ("DistributedOneBitAdam", "plain", {"freeze_step": 100}, 4),
+            ("DistributedOneBitAdam", "warm_start", {"freeze_step": 100}, 0),
+            ("DistributedOneBitLamb", "plain", {"freeze_step": 2}, 0),
+            ("DistributedOneBitLamb", "warm_start", {"freeze_step": 100}, 0),
+            ("DistributedZeroOneAdam", "plain", {}, 0),
+            ("DistributedZeroOneAdam", "warm_start", {}, 0),
+        ],
+        lambda wrap, how, options, dense_steps: (wrap, how) == ("DistributedZeroOneAdam", "plain") or dense_steps > 0,
+    ),
 )
 def test_a_mixed_job_goes_on_from_the_states_of_both(
     wrap: str, how: str, options: dict[str, Any], dense_steps: int, tmp_path: Path

@@ -18,6 +18,7 @@ import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from tests.frontends.onebit_jobs import digest, gradients, initial  # noqa: E402
 from tests.oracle.zero_one_adam import Simulation  # noqa: E402
+from tests.tiers import few  # noqa: E402
 from tests.worlds import run_ranks  # noqa: E402
 
 # Of Keras itself, with NumPy 2.
@@ -77,7 +78,7 @@ def model(dtype: str) -> Any:
     return net
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ["bfloat16"]))
 def test_a_fit_of_any_length_ends_with_equal_variables_and_validates_them_where_asked_for(dtype: str) -> None:
     inputs = np.random.default_rng(0).normal(size=(128, 4)).astype(np.float32)
     targets = inputs.sum(1, keepdims=True)

@@ -61,6 +61,7 @@ def on_both(size: int, is_long: bool) -> list[str]:
     return [f.name for f in FEATURES if size in f.sizes and f.is_long == is_long and not f.lacking_here]
 
 
+@pytest.mark.long
 @alone_in_a_job
 def test_every_feature_has_gloos_bits_on_two_ranks(job: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     found = rows(*job)

@@ -117,6 +117,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Comple
     return run_job(2, f"{JOB}\nhvd.shutdown()\n{TWO_MODELS}", str(folder / "result")), folder
 
 
+@pytest.mark.long
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts a job of its own")
 def test_an_optimizer_of_a_later_turn_shares_no_name_with_one_of_before(results: Any) -> None:
     done, _ = results

@@ -37,7 +37,7 @@ from tests.programs.torch_distributed import PATIENCE_S, REAL, SHAPES, WHOLE
 
 # TensorFlow runs the graphs of all ranks in one pool, where each rank may wait.
 os.environ.setdefault("TF_NUM_INTEROP_THREADS", "8")
-FEW = 20
+FEW = 12
 FRAMEWORKS: dict[str, Any] = {"numpy": ocomm, "torch": ocomm_torch, "tf": ocomm_tf, "graph": ocomm_tf}
 REDUCTIONS = ("allreduce", "grouped_allreduce", "reducescatter", "grouped_reducescatter")
 BY_ROWS = ("allgather", "grouped_allgather", "alltoall", "reducescatter", "grouped_reducescatter")

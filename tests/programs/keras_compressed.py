@@ -26,7 +26,7 @@ from tests.programs import keras_scripts as scripts
 from tests.programs.keras_scripts import COUNT, PATIENCE_S, SHAPES, Array, Model, Noise, Script, Stage
 from tests.worlds import run_ranks
 
-FEW = 6
+FEW = 4
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from tests.programs import keras_scripts as scripts
 from tests.programs.keras_scripts import COUNT, NUMELS, PATIENCE_S, SHAPES, Array, Model, Noise, Script, Stage
 from tests.worlds import run_ranks
 
-FEW = 6
+FEW = 4
 BITS = {"int8": 8, "int4": 4}
 
 

@@ -43,7 +43,7 @@ from tests.programs.torch_scripts import (
     same,
 )
 
-FEW = 40
+FEW = 25
 #: A tensor of several blocks, one with a short last block, a vector, a scalar.
 SHAPES = [(9, 7), (5, 9), (40,), ()]
 COUNT = len(SHAPES)

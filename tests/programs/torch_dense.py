@@ -40,7 +40,7 @@ from tests.programs.torch_scripts import (
     scaler,
 )
 
-FEW = 24
+FEW = 15
 #: A kernel of a convolution, two matrices of which one is tall, a vector, a scalar; a script adds the last one.
 SHAPES = [(3, 4, 2, 2), (5, 9), (40,), (), (4,)]
 COUNT = len(SHAPES)

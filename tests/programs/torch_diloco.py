@@ -38,7 +38,7 @@ from tests.programs.torch_scripts import (
     scaler,
 )
 
-FEW = 16
+FEW = 8
 SHAPES = [(9, 7), (5, 9), (40,), ()]
 COUNT = len(SHAPES)
 EVERYTHING = tuple(range(COUNT))

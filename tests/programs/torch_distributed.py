@@ -29,7 +29,7 @@ from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.types import Settings
 from tests.faults import world
 
-FEW = 40
+FEW = 20
 #: Seconds after which a rank that waits gives up on the others.
 PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "20"))
 SHAPES = [(), (0,), (1,), (3,), (2, 5), (4, 0), (40,), (3, 700), (30_000,)]
