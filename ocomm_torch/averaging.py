@@ -144,6 +144,8 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         #: The hyperparameters of the last step, a line for each. The next comparison has these, because the moment when
         #: it begins, in backward or in ``step()``, is another one on a rank that has no gradient.
         self._stepped_with: list[str] = []
+        #: By the number of the next comparison: the checksum of what it looks at, at the end of the last step.
+        self._noted: dict[int, int] = {}
         self._notices: DenseNotices | None = self._follow()
         #: Checksums of this rank's own gradients in the step under way, by parameter; None once that is over.
         self._own: dict[Tensor, int] | None = {}
@@ -177,7 +179,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         if not self._is_distributed or not steps:
             return None
         assert session.kernels is not None
-        checksums = ParameterChecksums(steps, session.kernels)
+        checksums = self._checksums = ParameterChecksums(steps, session.kernels)
         reference = weakref.ref(self)  # an optimizer that is replaced must be freed at once, with its hooks
 
         def this() -> Any:
@@ -189,7 +191,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             return this().__dict__["param_groups"]
 
         def parameters() -> list[Tensor]:
-            return [inside(p) for group in groups() for p in group["params"]]
+            return this()._inside()
 
         def names() -> list[str]:
             known = this()._names
@@ -204,10 +206,18 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             "torch",
             way_of(self, groups()),
             lambda: this()._stepped_with,
-            lambda count: checksums.of(parameters(), count),
+            lambda look: checksums.of(parameters(), look),
             lambda: checksums.each(parameters(), names()),
             lambda: this()._own_gradients(),
+            lambda look: this()._noted.get(look),
         )
+
+    def _inside(self) -> list[Tensor]:
+        return [inside(p) for group in self.__dict__["param_groups"] for p in group["params"]]
+
+    def _note(self, look: int) -> None:
+        """Notes what comparison ``look`` will look at, as it is after a step, or after one that was given up."""
+        self._noted = {look: self._checksums.of(self._inside(), look)}
 
     def _look_at_own(self, parameters: tuple[Tensor, ...], grads: list[Tensor]) -> None:
         """Keeps checksums of gradients that are about to be averaged; None for good after the first steps."""
@@ -678,9 +688,12 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
         try:
-            return super().step() if closure is None else super().step(averaged_closure)
+            result = super().step() if closure is None else super().step(averaged_closure)
         finally:
             self.end_step()
+        if self._comparison is not None:
+            self._note(self._comparison.next_look)
+        return result
 
     def _reduced_loss(self, loss: Any) -> Any:
         """Returns the loss whose gradient the averaged gradients are. LBFGS ends its iterations, and chooses the length
@@ -704,6 +717,8 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             raise AssertionError(CLEARED_EARLY)
         self._forget()
         self.end_step()
+        if self._comparison is not None and self._comparison.next_look not in self._noted:
+            self._note(self._comparison.next_look)
         self._hook_parameters()
         # That of an optimizer of the user's may have no such parameter.
         super().zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))

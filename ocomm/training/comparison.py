@@ -24,8 +24,9 @@ from ocomm.types import DType, ReduceOp
 _log = logging.getLogger("ocomm")
 #: Number of steps for which replicas that began unequal may stay so. Scripts of Horovod broadcast late, or never.
 GRACE = 16
-#: ``own`` need not be alike: how this rank's optimizer rounds in the first comparison, its own gradients in others.
-_ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "own")])
+#: ``parameters`` is of when gradients begin to travel, ``stepped`` of the end of the step before: one of them is alike.
+#: ``own`` need not be: how this rank's optimizer rounds in the first comparison, its own gradients in others.
+_ROW = np.dtype([(name, np.uint64) for name in ("count", "options", "parameters", "stepped", "own")])
 
 
 def spelled(value: object, other: Callable[[object], str | None] = lambda value: None) -> str | None:
@@ -65,6 +66,9 @@ class StepComparison:
             compares, of all of them for 0; 0 if this rank cannot compute it.
         describe: Returns a line for each parameter.
         gradients: Returns a checksum of this rank's own gradients of the step before; 0 for none, or none but zeros.
+        stepped: ``stepped(look)`` returns what ``parameters(look)`` was at the end of the step before; None if it was
+            not noted. Gradients of some ranks begin to travel in backward, when a script may have other values in
+            parameters, those of others later; and a script may make parameters alike after a step.
     """
 
     def __init__(
@@ -79,11 +83,12 @@ class StepComparison:
         parameters: Callable[[int], int],
         describe: Callable[[], Sequence[str]],
         gradients: Callable[[], int] = lambda: 0,
+        stepped: Callable[[int], int | None] = lambda look: None,
     ) -> None:
         self._session, self._number, self._name = session, number, name
         self._options, self._parameters, self._describe = options, parameters, describe
         self._title, self._way = title, way
-        self._framework, self._gradients = framework, gradients
+        self._framework, self._gradients, self._stepped = framework, gradients, stepped
         #: Number of first steps in which all ranks had the same gradients.
         self._alike_steps = 0
         made_alike = MADE_ALIKE[framework]
@@ -109,10 +114,18 @@ class StepComparison:
         row["own"] = self._gradients() if self._count else digest(self._way)
         if self._count and (lines := self._options()):
             row["options"] = digest("\n".join(lines))
-        row["parameters"] = self._parameters(max(self._count - 1, 0)) if self._is_alike else 0
+        if self._is_alike:
+            row["parameters"] = row["stepped"] = self._parameters(self.next_look)
+            if (stepped := self._stepped(self.next_look)) is not None:
+                row["stepped"] = stepped
         table = self._rows.view(np.uint8)
         request = Request(Kind.ALLREDUCE, self._name, DType.UINT8, table.shape, ReduceOp.BITWISE_OR)
         self._handle = self._session.submit(self._number, Submission.of(request, table, table))
+
+    @property
+    def next_look(self) -> int:
+        """The number by which the next comparison chooses parameters."""
+        return max(self._count - 1, 0)
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls ``listener`` once all rows of ``start`` have arrived: on the background thread, or here if that is so
@@ -141,7 +154,7 @@ class StepComparison:
         in_step = bool((counts == counts[0]).all())
         if not in_step:
             self._behind = self._ranks()[counts < last].tolist()
-        is_unequal = in_step and self._is_alike and _differ(rows["parameters"])
+        is_unequal = in_step and self._is_alike and _differ(rows["parameters"]) and _differ(rows["stepped"])
         if last == 0:
             self._at_first = self._rows["parameters"].copy()
             if in_step and _differ(rows["own"]):

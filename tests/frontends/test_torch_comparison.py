@@ -286,7 +286,7 @@ def test_every_byte_of_every_parameter_is_in_one_window(dtype: torch.dtype) -> N
             parameter.zero_()
 
 
-def test_it_is_one_allreduce_of_32_bytes_per_rank_and_step() -> None:
+def test_it_is_one_allreduce_of_40_bytes_per_rank_and_step() -> None:
     def body(session: Session) -> list[tuple[int, ...]]:
         rank = session.require_topology().rank
         model = make_model()
@@ -301,6 +301,6 @@ def test_it_is_one_allreduce_of_32_bytes_per_rank_and_step() -> None:
         session.submit = noting  # type: ignore[method-assign]
         for number in range(3):
             step(model, optimizer, number, rank)
-        return [shape for shape in sent if shape == (64,)]
+        return [shape for shape in sent if shape == (80,)]
 
-    assert run_ranks(2, body, SETTINGS) == [[(64,)] * 3] * 2
+    assert run_ranks(2, body, SETTINGS) == [[(80,)] * 3] * 2

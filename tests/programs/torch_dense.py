@@ -268,7 +268,7 @@ def _hypers(setup: Setup) -> st.SearchStrategy[Hyper]:
     )
 
 
-def _before(setup: Setup, perturbs: bool) -> st.SearchStrategy[tuple[Event, ...]]:
+def _before(setup: Setup) -> st.SearchStrategy[tuple[Event, ...]]:
     ats = st.integers(0, COUNT - 1)
     freeze = st.builds(Freeze, ats, st.booleans())
     kinds: list[st.SearchStrategy[Any]] = [
@@ -281,10 +281,7 @@ def _before(setup: Setup, perturbs: bool) -> st.SearchStrategy[tuple[Event, ...]
         st.builds(Replace, st.sampled_from([(), *_members(setup.ranks)]), st.booleans()),
     ]
     found = st.lists(st.one_of(kinds), max_size=2).map(tuple)
-    if not perturbs:
-        return found
-    # Ranks compare their parameters when the first gradient leaves, so all have the same noise and a gradient then.
-    perturb = st.builds(Perturb, st.sampled_from(["add_", "data", "new data"]))
+    perturb = st.builds(Perturb, st.sampled_from(["add_", "data", "new data"]), st.booleans())
     return st.builds(lambda first, last: (*first, *last), found, st.one_of(st.just(()), perturb.map(lambda e: (e,))))
 
 
@@ -316,12 +313,13 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool, before: Step | None) -> St
         between = [
             event
             for event in between
-            if isinstance(event, Hyper) or (isinstance(event, Edit) and _is_direct(event.at, setup, way, passes))
+            if isinstance(event, (Hyper, Write))
+            or (isinstance(event, Edit) and _is_direct(event.at, setup, way, passes))
         ]
     return Step(
         passes=passes,
         begins=draw(st.sampled_from(begins)),
-        before=draw(_before(setup, is_whole and end != "raise")) if draw(st.booleans()) else (),
+        before=draw(_before(setup)) if draw(st.booleans()) else (),
         way=way,
         no_sync=no_sync,
         between=tuple(between),
@@ -645,7 +643,8 @@ class WithOcomm(Script):
                 named = {f"p{i}": p.data for i, p in enumerate(self.p)}
                 hvd.broadcast_parameters(named, self.group[0], process_set=self.process_set)
             elif isinstance(event, Perturb):
-                values = [noise(self.program.seed, shape, "perturb", number, i) for i, shape in enumerate(SHAPES)]
+                where = ("perturb", number, self.rank) if event.own else ("perturb", number)
+                values = [noise(self.program.seed, shape, *where, i) for i, shape in enumerate(SHAPES)]
                 restores.append(self.perturb(event.how, values))
         has_joined = self.has_joined(step)
 
