@@ -437,7 +437,7 @@ def test_options_are_what_the_constructors_of_the_class_name() -> None:
 
 
 @pytest.mark.parametrize("way", OF_OPTIMIZERS)
-def test_it_is_one_allreduce_of_32_bytes_per_rank_and_step(way: str) -> None:
+def test_it_is_one_allreduce_of_40_bytes_per_rank_and_step(way: str) -> None:
     def body(session: Session) -> int:
         rank = session.require_topology().rank
         sent: list[tuple[int, ...]] = []
@@ -450,7 +450,7 @@ def test_it_is_one_allreduce_of_32_bytes_per_rank_and_step(way: str) -> None:
         session.submit = noting  # type: ignore[method-assign]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
         WAYS[way](make_model(), optimizer, nothing, rank, 5)
-        assert set(sent) == {(64,)}
+        assert set(sent) == {(80,)}
         return len(sent)
 
     assert run_ranks(2, body, SETTINGS) == [5] * 2
