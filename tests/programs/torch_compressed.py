@@ -37,6 +37,7 @@ from tests.programs.torch_scripts import (
     Model,
     Perturb,
     Reload,
+    Steps,
     Write,
     noise,
     run_ranks,
@@ -196,14 +197,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Steps):
     setup: Setup
     steps: tuple[Step, ...]
-    seed: int = 0
-
-    def __str__(self) -> str:
-        texts = [f"step {number}:\n{step}" for number, step in enumerate(self.steps)]
-        return "\n".join([str(self.setup), *texts])
 
     def noise(self, shape: tuple[int, ...], *where: Any) -> torch.Tensor:
         return noise(self.seed, shape, *where)

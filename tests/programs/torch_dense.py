@@ -31,6 +31,7 @@ from tests.programs.torch_scripts import (
     Model,
     Perturb,
     Reload,
+    Steps,
     Write,
     alike,
     noise,
@@ -191,14 +192,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Steps):
     setup: Setup
     steps: tuple[Step, ...]
-    seed: int = 0
-
-    def __str__(self) -> str:
-        texts = [f"step {number}:\n{step}" for number, step in enumerate(self.steps)]
-        return "\n".join([str(self.setup), *texts])
 
     def dtype(self, at: int) -> torch.dtype:
         return torch.bfloat16 if at in self.setup.low else torch.float32

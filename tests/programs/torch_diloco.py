@@ -28,6 +28,7 @@ from tests.programs.torch_scripts import (
     Hyper,
     Model,
     Reload,
+    Steps,
     Write,
     alike,
     noise,
@@ -142,14 +143,9 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Steps):
     setup: Setup
     steps: tuple[Step, ...]
-    seed: int = 0
-
-    def __str__(self) -> str:
-        texts = [f"step {number}:\n{step}" for number, step in enumerate(self.steps)]
-        return "\n".join([str(self.setup), *texts])
 
     @property
     def dtype(self) -> torch.dtype:

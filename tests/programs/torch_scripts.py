@@ -91,6 +91,19 @@ class Edit:
         return f"p[{self.at}].grad *= 0.5, by {self.how}{on(self.rank)}"
 
 
+@dataclass(frozen=True)
+class Steps:
+    """A program: how its optimizer is made, and what each step does."""
+
+    setup: Any
+    steps: tuple[Any, ...]
+    seed: int = 0
+
+    def __str__(self) -> str:
+        texts = [f"step {number}:\n{step}" for number, step in enumerate(self.steps)]
+        return "\n".join([str(self.setup), *texts])
+
+
 def noise(seed: int, shape: Sequence[int], *where: Any) -> torch.Tensor:
     """Returns random numbers, the same for the same place in the program with this seed."""
     number = random.Random(f"{seed} {where}").getrandbits(40)
