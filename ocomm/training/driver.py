@@ -492,6 +492,8 @@ class Driver:
             lines += [f"{what} with checksum {checkpoint.fingerprint(v, self.kernels)}" for what, v in self._loaded()]
             # The step after which there is none has one collective more.
             lines.append("an order of gradients" if self.stepper.overlapping else "no order of gradients")
+            if self.clipping.limit is not None:  # by it, or with a round in which the ranks make it
+                lines.append(f"a last norm of {self.clipping.norm} to clip by")
         return lines
 
     def _loaded(self) -> list[tuple[str, Any]]:
