@@ -305,7 +305,8 @@ class Optimizer(CompressedOptimizer):
         if self.outcome is StepOutcome.TAKE:
             self._find_parameters()
             self._placement.arrive()
-            self._masters.follow()
+            self._masters.look()
+            self._masters.take()
             self._driver.compare()
             self._step_inner()
         self._inner.__dict__.update(STEPPED)

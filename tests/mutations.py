@@ -739,7 +739,7 @@ MUTATIONS = [
     Mutation(
         "Torch: in codes, what is written after backward is lost",
         "ocomm_torch/low_bit.py",
-        "            self._masters.follow()\n",
+        "            self._masters.look()\n            self._masters.take()\n",
         "",
         PROGRAMS,
     ),

@@ -52,6 +52,16 @@ _TORCH_COMPRESSED = (
         torchs.Setup("int8", low=(0,)),
         (torchs.Step(_TWO, between=(torchs.Write(0, "copy_"),)), torchs.Step(_TWO)),
     ),
+    # In codes, what is written long after masters were loaded has some elements that these round to.
+    torchs.Program(
+        torchs.Setup("int8", low=(0, 1, 2)),
+        (
+            torchs.Step(_TWO),
+            torchs.Step(_TWO, before=(torchs.Reload(True),)),
+            torchs.Step(_TWO, before=tuple(torchs.Write(at, "copy_") for at in range(3))),
+        ),
+        6,
+    ),
     # What gradients are compressed with is changed after backward, where a rank had no gradient.
     *[
         torchs.Program(
