@@ -3,7 +3,8 @@
 The clean replay is a script of the same steps without noise: gradients are set by hand just before ``step()``, nothing
 overlaps, all is in the host's memory, no state is saved and loaded, no weight is changed and put back, and a step that
 is given up is left out. The losses are linear in the parameters, so every gradient is known without autograd. After
-each step both scripts have the same parameters, bit for bit, and at the end the same state.
+each step both scripts have the same parameters, bit for bit, and at the end the same state. The simulations of
+``tests/oracle`` have the same parameters, too (``oracles``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import KINDS, Kind, named_arrays
 from tests.frontends.fake_placement import FakePlacement
 from tests.frontends.onebit_jobs import digest
+from tests.programs import oracles
 from tests.programs.torch_scripts import (
     PATIENCE_S,
     Edit,
@@ -43,6 +45,7 @@ from tests.programs.torch_scripts import (
     run_ranks,
     same,
 )
+from tests.worlds import MPI_SIZE
 
 FEW = 25
 #: A tensor of several blocks, one with a short last block, a vector, a scalar.
@@ -97,6 +100,10 @@ class Setup:
     def is_in_codes(self) -> bool:
         return self.kind in CODES
 
+    @property
+    def optimizer(self) -> Kind:
+        return {**KINDS, **CODES}[self.kind]
+
     def options(self, *, clean: bool) -> dict[str, Any]:
         if self.is_in_codes:
             return {"backward_passes_per_step": 1 if clean else self.passes}
@@ -119,10 +126,9 @@ class Setup:
         return options
 
     def wrap(self, parameters: list[torch.nn.Parameter], *, clean: bool) -> Any:
-        kind = {**KINDS, **CODES}[self.kind]
         inner = {"weight_decay": self.decay, "fused" if self.fused else "foreach": self.fused}
         _wrapped.on_device = self.place != "host" and not clean
-        return kind.wrap(parameters, inner, **self.options(clean=clean))
+        return self.optimizer.wrap(parameters, inner, **self.options(clean=clean))
 
 
 #: Whether the parameters that this rank wraps are on a device.
@@ -373,10 +379,22 @@ class Script(Model):
     dropped: list[threading.Event]
     p: list[torch.nn.Parameter] = field(init=False)
     optimizer: Any = field(init=False)
+    #: What a clean replay has done, for the simulation, with the parameters after that.
+    records: list[tuple[int, oracles.Record, list[torch.Tensor]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.p = self.program.parameters()
         self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+        self.record(0, oracles.Begun(self.values()))
+
+    def record(self, number: int, record: oracles.Record) -> None:
+        if self.clean:
+            self.records.append((number, record, self.values()))
+
+    def taken(self) -> oracles.Taken:
+        """Returns what the step that comes is made from."""
+        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+        return oracles.Taken([None if p.grad is None else p.grad.detach().clone() for p in self.p], group)
 
     def reload(self, event: Reload) -> None:
         saved, own = self.optimizer.state_dict(), self.optimizer.rank_state_dict()
@@ -415,6 +433,7 @@ class Script(Model):
         match event:
             case Finish():
                 self.optimizer.finish()
+                self.record(number, oracles.Finished())
             case Freeze():
                 self.freeze(event)
             case Hyper():
@@ -422,6 +441,7 @@ class Script(Model):
             case Write():
                 values = self.program.noise(SHAPES[event.at], "write", number, event.at)
                 self.write(event, values.to(self.p[event.at].dtype))
+                self.record(number, oracles.Written(event.at, self.p[event.at].detach().clone()))
             case Edit() if event.rank in (None, self.rank):
                 self.edit(replace(event, how="mul_") if self.clean else event)
             case Put():
@@ -522,20 +542,25 @@ class Script(Model):
                     grad = self.p[i].grad
                     self.p[i].grad = new if grad is None else grad + new
         is_taken = step.end in ("step", "closure") and not is_refused
+        taken = self.taken()
         if self.program.setup.is_in_codes and is_taken:
             self.optimizer.synchronize()
         for event in step.between:
             self.apply(event, number)
         if is_taken:
+            now = self.taken()  # in codes gradients are averages by now
+            taken = replace(now, gradients=taken.gradients) if self.program.setup.is_in_codes else now
             self.optimizer.step()
+            self.record(number, taken)
         elif step.end == "drop":
             self.drop()
             self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)
+            self.record(number, oracles.Begun(self.values()))
 
 
-def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> list[tuple[Any, bool, Any]]:
+def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> tuple[list[tuple[Any, bool, Any]], Any]:
     """Runs the script and its replay, step by step, and compares them. Returns what each step has raised, whether all
-    ranks should have the same parameters after it, and these.
+    ranks should have the same parameters after it, and these; and what the replay has recorded.
     """
     said: list[tuple[Any, bool, Any]] = []
     noisy, clean = (Script(program, rank, is_clean, dropped) for is_clean in (False, True))
@@ -548,7 +573,7 @@ def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> li
             assert all(map(same, noisy.p, before)) or step.before or step.between, (
                 f"step {number} has changed parameters"
             )
-            return said
+            return said, clean.records
         has_trained = any(p.requires_grad for p in noisy.p)
         expected = NonFiniteError if step.end == "nan" and has_trained else None
         is_refused = raised is InvalidRequestError and program.may_refuse(step)
@@ -565,7 +590,7 @@ def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> li
         )
     differing = sorted(name for name, _ in noisy.state().items() ^ clean.state().items())
     assert not differing, f"the states differ: {differing}"
-    return said
+    return said, clean.records
 
 
 def run(program: Program) -> None:
@@ -575,9 +600,12 @@ def run(program: Program) -> None:
     flows.BUCKET_NUMEL = setup.bucket_numel
     pipeline.SMALLEST_NBYTES = pipeline.SMALLEST_SHARE_NBYTES = 16
     dropped = [threading.Event() for _ in program.steps]
-    said = run_ranks(setup, lambda rank: on_a_rank(program, rank, dropped), replica_check_steps=2)
+    ran = run_ranks(setup, lambda rank: on_a_rank(program, rank, dropped), replica_check_steps=2)
+    said = [own for own, _ in filter(None, ran)]
     for number, found in enumerate(zip(*said, strict=True)):
         classes = [raised for raised, _, _ in found]
         assert len(set(classes)) == 1, f"step {number}: the ranks raised {classes}"
         if all(synced for _, synced, _ in found):
             assert all(values == found[0][2] for _, _, values in found), f"step {number}: replicas differ"
+    if not MPI_SIZE and oracles.supports(program):
+        oracles.compare(setup, setup.optimizer, [records for _, records in ran])
