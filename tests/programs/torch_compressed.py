@@ -478,8 +478,7 @@ class Script(Model):
                     restore()
                 return 0.0
 
-            self.optimizer.step(whole)
-            return None
+            return self.stepped(step, number, whole)
         mine = step.victim == self.rank
         if step.end == "drop" and not mine:
             self.dropped[number].wait(PATIENCE_S)
@@ -503,8 +502,12 @@ class Script(Model):
             return None
         if step.end == "disagree" and mine:
             self.set_hyper(Hyper("lr", 0.5))
+        return self.stepped(step, number, None)
+
+    def stepped(self, step: Step, number: int, closure: Callable[[], float] | None) -> type[BaseException] | None:
+        """Takes the step, and returns what it raises."""
         try:
-            self.optimizer.step()
+            self.optimizer.step(closure)
         except NonFiniteError as error:
             assert f"rank(s) [{step.victim}]" in str(error), f"step {number}: {error}"
             return type(error)
