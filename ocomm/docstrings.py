@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,30 +50,21 @@ _FAILED = "HorovodInternalError: The collective failed: MismatchError, StallErro
 _LATER = f"{_WRONG} That the collective failed is raised by ``synchronize``."
 
 
-class Definition(Protocol):
-    """What has documentation of several arguments."""
-
-    def texts(self) -> dict[str, str]:
-        """Returns the documentation of each argument."""
-
-
-def documented(texts: Mapping[str, str], *definitions: Definition) -> Callable[[F], F]:
+def documented(texts: Mapping[str, str]) -> Callable[[F], F]:
     """Returns a decorator that replaces ``{arguments}`` in a docstring by entries of ``Args:``, one per parameter.
 
     A parameter that has an entry in the docstring itself keeps that one.
 
     Args:
         texts: The documentation of parameters by name.
-        definitions: Documentation of further parameters.
     """
-    found = {**texts, **{name: text for definition in definitions for name, text in definition.texts().items()}}
 
     def decorate(shown: F) -> F:
         if shown.__doc__ is None:  # python -OO
             return shown
         doc = inspect.cleandoc(shown.__doc__)
         own = set(re.findall(r"^    (\w+): ", doc, re.MULTILINE))
-        entries = [entry(f"{name}: {found[name]}") for name in inspect.signature(shown).parameters if name not in own]
+        entries = [entry(f"{name}: {texts[name]}") for name in inspect.signature(shown).parameters if name not in own]
         shown.__doc__ = doc.replace("    {arguments}", "\n".join(entries))
         return shown
 

@@ -17,13 +17,10 @@ from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import Floats
 from ocomm.optim.checkpoint import fingerprint
 from ocomm.optim.core import Group
-from ocomm.optim.options import Options
 from ocomm.training.adam import AdamDriver, refuse_other
-from ocomm.training.common import Common
 from ocomm.training.resume import class_of
 from ocomm_torch.checkpoint import check_plain, read, step_count, to_numpy
 from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.wrapped import check_plain_optimizer
 
@@ -42,17 +39,15 @@ class AdamWrapper(CompressedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        process_set: Any,
-        options: Options,
-        common: Common,
-        warm_start: Any,
-        memory: MemoryOptions | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        *,
+        warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **arguments: Any,
     ) -> None:
-        self._warm_start = warm_start
+        self._warm_start: Any = warm_start
         self._warm: dict[int, dict[str, Any]] = {}
         inner = wrappable(optimizer, f"Distributed{type(self).__name__}")
-        super().__init__(inner, named_parameters, process_set, options, common, memory)
+        super().__init__(inner, named_parameters, **arguments)
         if self._warm:
             self._start_warm()
         elif len(self.state):

@@ -9,23 +9,22 @@ import contextlib
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ocomm import docstrings
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.faces import face
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import Grid
-from ocomm.optim.options import Options
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
@@ -40,12 +39,15 @@ from ocomm_torch.gradients import Gradients
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_options import MemoryOptions
 from ocomm_torch.memory_order import MemoryOrder
-from ocomm_torch.mesh import DataAxis, LocalTensors
+from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
 from ocomm_torch.watched import add_watcher
 from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, stand_for_inner
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("ocomm")
 #: So many steps that ``zero_grad`` skips are no accident.
@@ -68,11 +70,39 @@ ARGUMENTS = {
 }
 
 
-def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
-    """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a class's
-    docstring.
+_SECTIONS = """\
+``step`` {step}. Making the optimizer and its steps are
+collective.
+
+Args:
+    {{arguments}}
+
+Raises:
+    InvalidRequestError: The optimizer or a parameter cannot be wrapped, or an option has an impossible value.
+    MismatchError: The ranks wrap different things.
+    NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity.
+    SettingsError: An option of the algorithm has an impossible value."""
+
+
+def optimizer_face(
+    core: type[Core],
+    *,
+    memory: Collection[str] = (),
+    step: str = "changes parameters in place, identically on all ranks, or on none",
+    **texts: str,
+) -> Callable[[Any], Any]:
+    """Returns ``face`` for a class of a compressed optimizer.
+
+    Args:
+        core: The algorithm.
+        memory: Those of ``MemoryOptions`` that it has.
+        step: What ``step`` does.
+        texts: The documentation of arguments by name.
     """
-    return docstrings.documented({**ARGUMENTS, **texts}, definition, Common, MemoryOptions)
+    lacking = {*core.fixed_options, *MemoryOptions.texts()}.difference(memory)
+    return face(
+        (core.options_class, Common, MemoryOptions), _SECTIONS.format(step=step), lacking, **{**ARGUMENTS, **texts}
+    )
 
 
 class CompressedOptimizer(HasRankState):
@@ -104,18 +134,21 @@ class CompressedOptimizer(HasRankState):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        process_set: Any,
-        options: Options,
-        common: Common,
-        memory: MemoryOptions | None = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        *,
+        process_set: Any = None,
+        mesh: DeviceMesh | None = None,
+        data: str | None = None,
+        **arguments: Any,
     ) -> None:
-        memory = memory or MemoryOptions()
+        arguments |= self._core_class.fixed_options
+        self._options, self._common = self._core_class.options_class.of(arguments), Common.of(arguments)
+        memory = MemoryOptions.of(arguments)
+        process_set = chosen_ranks(process_set, mesh, data)
         session = sessions.current()
         session.require_topology()
         loss_scaling.install()
         leave_hooks_alone()
-        self._options, self._common = options, common
         self._parameters, self._names = named(optimizer, named_parameters)
         super().__init__(optimizer)
         axis = process_set if isinstance(process_set, DataAxis) else None
@@ -126,7 +159,7 @@ class CompressedOptimizer(HasRankState):
         self._orders = [MemoryOrder(p) for p in self._tensors]
         self._placement = self._place(session, memory)
         if self._placement.offloads:  # as on a device: the host would have to wait to read a gradient again
-            self._common = replace(common, verify="version")
+            self._common = replace(self._common, verify="version")
         #: The kernels of the driver's core.
         self.kernels = self._placement.kernels
         groups = np.array(self._group_of, np.int64)
@@ -137,7 +170,7 @@ class CompressedOptimizer(HasRankState):
             self._names, self._tensors, self._orders, self._masters, self._placement, memory.free_gradients
         )
         self.locate = self._gradients.locate
-        self.backward_passes_per_step = common.backward_passes_per_step
+        self.backward_passes_per_step = self._common.backward_passes_per_step
         self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
         #: Number of steps that ``zero_grad`` has skipped.
         self._cleared = 0

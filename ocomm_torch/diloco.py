@@ -8,7 +8,7 @@ import io
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError
+from ocomm.faces import face
 from ocomm.kernels.base import Bytes, Floats
 from ocomm.operations import global_process_set
 from ocomm.optim.core import Group
@@ -28,7 +29,7 @@ from ocomm.training.diloco import DiLoCoDriver
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import documented, remove_hooks
+from ocomm_torch.compressed import ARGUMENTS, remove_hooks
 from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
@@ -47,10 +48,27 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _FLOATS = (torch.float32, *LOW_PRECISION)
+_SECTIONS = """\
+Args:
+    {arguments}
+
+Raises:
+    InvalidRequestError: The optimizer or a parameter cannot be wrapped.
+    SettingsError: An option has an impossible value.
+    MismatchError: The ranks wrap different things; in the first ``step``, their parameters differ; at a sync, their
+        settings do.
+    NonFiniteError: In ``step``, at a sync, on all ranks: a parameter of a rank is not finite. All ranks have
+        returned to the anchors, and can go on."""
 
 
-@documented(
-    DiLoCoOptions,
+@face(
+    (DiLoCoOptions, Common),
+    _SECTIONS,
+    {*Common.texts()} - {"block_size", "hierarchical"},
+    **ARGUMENTS,
+    optimizer="Any ``torch.optim.Optimizer`` that can step without a closure, over float32, bfloat16 or float16 "
+    "parameters. Its settings are used as they are in each step, so LR schedulers on either object work; all ranks "
+    "need the same ones at a sync. Its state is each rank's own.",
     named_buffers="An iterable of (name, buffer), such as ``model.named_buffers()``: "
     + BUFFERS.format(example="a BatchNorm's running means"),
 )
@@ -66,20 +84,6 @@ class DiLoCo(HasRankState):
     Making the optimizer, its first step and every step with a sync are collective. All ranks call ``step`` equally
     often. Anchors are in the host's memory, wherever parameters are. A parameter that is frozen during the run still
     moves at syncs, by the outer momentum that it has.
-
-    Args:
-        optimizer: Any ``torch.optim.Optimizer`` that can step without a closure, over float32, bfloat16 or float16
-            parameters. Its settings are used as they are in each step, so LR schedulers on either object work; all
-            ranks need the same ones at a sync. Its state is each rank's own.
-        {arguments}
-
-    Raises:
-        InvalidRequestError: The optimizer or a parameter cannot be wrapped.
-        SettingsError: An option has an impossible value.
-        MismatchError: The ranks wrap different things; in the first ``step``, their parameters differ; at a sync, their
-            settings do.
-        NonFiniteError: In ``step``, at a sync, on all ranks: a parameter of a rank is not finite. All ranks have
-            returned to the anchors, and can go on.
     """
 
     framework = "torch"
@@ -91,22 +95,14 @@ class DiLoCo(HasRankState):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         *,
-        sync_every: int = 10,
-        fragments: int = 1,
-        outer_lr: float = 0.9,
-        outer_momentum: float = 0.6,
-        bits: Literal[32, 8, 4, 1] = 32,
-        delay: int = 0,
-        mix: float = 0.0,
-        block_size: int | Literal["tensor"] = 4096,
-        hierarchical: bool | Literal["auto"] = "auto",
         named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         process_set: Any = None,
         mesh: DeviceMesh | None = None,
         data: str | None = None,
+        **arguments: Any,
     ) -> None:
         # What a sync sends cannot change under way: nothing has to be read again.
-        chosen, common = DiLoCoOptions.of(locals()), replace(Common.of(locals()), verify="version")
+        chosen, common = DiLoCoOptions.of(arguments), replace(Common.of(arguments), verify="version")
         session = sessions.current()
         session.require_topology()
         check_plain_optimizer(optimizer, "DistributedDiLoCo")

@@ -6,45 +6,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
-from ocomm.api import Average
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.optim import ef_sgd as optim
 from ocomm.optim.core import Group
-from ocomm.optim.ef_sgd import EFSGDOptions
-from ocomm.training.common import Common
-from ocomm_torch.compressed import CompressedOptimizer, documented
-from ocomm_torch.mesh import chosen_ranks, inside
+from ocomm_torch.compressed import CompressedOptimizer, optimizer_face
+from ocomm_torch.mesh import inside
 from ocomm_torch.wrapped import check_plain_optimizer
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-@documented(EFSGDOptions)
+@optimizer_face(
+    optim.EFSGD,
+    optimizer=(
+        "A ``torch.optim.SGD`` over parameters in the host's memory or on one GPU: float32, or bfloat16 or float16 "
+        "with float32 masters. lr, momentum, nesterov and weight_decay (added to the gradient) are read from its "
+        "groups at every step, so LR schedulers on either object work. Its own step is never called. If it has a "
+        "momentum already, each rank continues from that, as ``load_state_dict`` does with the state of a plain "
+        "SGD."
+    ),
+)
 class EFSGD(CompressedOptimizer):
     """Data-parallel SGD with error feedback (dist-EF-blockSGDM, arXiv 1905.10936): 1 bit per parameter and direction.
 
     Each rank sends the signs of its own momentum times the learning rate, and per block the mean of their magnitudes.
     What that loses is kept and added in the next step; so is what compressing the average loses at its server.
-
-    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
-    collective.
-
-    Args:
-        optimizer: A ``torch.optim.SGD`` over parameters in the host's memory or on one GPU: float32, or bfloat16 or
-            float16 with float32 masters. lr, momentum, nesterov and weight_decay (added to the gradient) are read from
-            its groups at every step, so LR schedulers on either object work. Its own step is never called. If it has a
-            momentum already, each rank continues from that, as ``load_state_dict`` does with the state of a plain SGD.
-        {arguments}
-
-    Raises:
-        InvalidRequestError: The optimizer or a parameter cannot be wrapped, or an option has an impossible value.
-        MismatchError: The ranks wrap different things.
-        NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity.
     """
 
     _core_class = optim.EFSGD
@@ -54,29 +42,15 @@ class EFSGD(CompressedOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        *,
-        block_size: int | Literal["tensor"] = 4096,
-        overlap: bool = True,
-        max_grad_norm: float | None = None,
-        clip: Literal["exact", "previous"] = "exact",
-        verify: Literal["sampled", "full", "version"] = "sampled",
-        backward_passes_per_step: int = 1,
-        hierarchical: bool | Literal["auto"] = "auto",
-        op: int = Average,
-        compression: type[Any] | None = None,
-        gradient_predivide_factor: float = 1.0,
-        process_set: Any = None,
-        mesh: DeviceMesh | None = None,
-        data: str | None = None,
+        **arguments: Any,
     ) -> None:
-        chosen = EFSGDOptions.of(locals()), Common.of(locals())
         check_plain_optimizer(optimizer, "DistributedEFSGD")
         if not isinstance(optimizer, torch.optim.SGD) or _step_of(type(optimizer)) is not _step_of(torch.optim.SGD):
             raise InvalidRequestError(
                 "DistributedEFSGD makes the steps of a plain torch.optim.SGD in its place, and this is a "
                 f"{type(optimizer).__name__} with a step() of its own; use DistributedOptimizer, which makes that."
             )
-        super().__init__(optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen)
+        super().__init__(optimizer, named_parameters, **arguments)
         self._take_over()
 
     def _take_over(self) -> None:

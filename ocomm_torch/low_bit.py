@@ -26,10 +26,9 @@ import torch
 from ocomm.errors import InvalidRequestError, NonFiniteError, OcommError
 from ocomm.operations import ProcessSet
 from ocomm.optim.core import Group
-from ocomm.optim.low_bit import LowBitAverages, LowBitOptions
+from ocomm.optim.low_bit import LowBitAverages
 from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
-from ocomm.training.common import Common
 from ocomm.training.low_bit import LateLowBitDriver
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer
@@ -112,9 +111,13 @@ class Optimizer(CompressedOptimizer):
         #: True once it is known that nothing else averages the same gradients.
         self._is_checked = False
         self._ordinal = next(_ordinals)
-        options = LowBitOptions(dense_bits=bits)  # type: ignore[arg-type]
-        common = Common(backward_passes_per_step=backward_passes_per_step)
-        super().__init__(optimizer, named_parameters, process_set, options, common)
+        super().__init__(
+            optimizer,
+            named_parameters,
+            process_set=process_set,
+            dense_bits=bits,
+            backward_passes_per_step=backward_passes_per_step,
+        )
         _living.add(self)
 
     def _connect(self, session: Session) -> None:

@@ -2,92 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
 
 import torch
 
-from ocomm.api import Average
 from ocomm.kernels.base import Floats
 from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
-from ocomm.optim.onebit_adam import OneBitAdamOptions
 from ocomm.training.adam import dense_step
-from ocomm.training.common import Common
 from ocomm.training.onebit_adam import OneBitAdamDriver
 from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.checkpoint import step_count
-from ocomm_torch.compressed import documented
-from ocomm_torch.memory_options import MemoryOptions
-from ocomm_torch.mesh import chosen_ranks
+from ocomm_torch.compressed import optimizer_face
 from ocomm_torch.placement import FilePlacement
 from ocomm_torch.replicas import way_of
 from ocomm_torch.wrapped import step_without_hooks
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-@documented(OneBitAdamOptions)
+@optimizer_face(
+    optim.OneBitAdam,
+    memory={"offload", "free_gradients"},
+    optimizer=(
+        "A ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU: float32, or "
+        "bfloat16 or float16 with float32 masters. Its param groups stay in use (lr, betas, weight_decay, LR "
+        "schedulers on either object; eps up to the freeze), and its step makes the warm-up steps. If it has a "
+        "state already, the warm-up continues from that."
+    ),
+)
 class OneBitAdam(AdamWrapper):
-    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction.
-
-    ``step`` changes parameters in place, identically on all ranks, or on none. Making the optimizer and its steps are
-    collective.
-
-    Args:
-        optimizer: A ``torch.optim.Adam`` or ``AdamW`` over parameters in the host's memory or on one GPU: float32, or
-            bfloat16 or float16 with float32 masters. Its param groups stay in use (lr, betas, weight_decay, LR
-            schedulers on either object; eps up to the freeze), and its step makes the warm-up steps. If it has a state
-            already, the warm-up continues from that.
-        {arguments}
-
-    Raises:
-        InvalidRequestError: The optimizer or a parameter cannot be wrapped, or an option has an impossible value.
-        MismatchError: The ranks wrap different things.
-        NonFiniteError: In ``step``, on all ranks: a rank's gradient has a NaN or infinity.
-        SettingsError: An option of the algorithm has an impossible value.
-    """
+    """Data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per parameter and direction."""
 
     _core_class = optim.OneBitAdam
     _driver_class = OneBitAdamDriver
     _driver: OneBitAdamDriver
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        *,
-        freeze_step: int | Literal["auto"] = "auto",
-        total_steps: int | None = None,
-        warm_start: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        block_size: int | Literal["tensor"] = 4096,
-        scale: Literal["l1", "rms"] = "rms",
-        variance_floor: float = 0.05,
-        dense_bits: Literal[32, 16, 8, 4] = 32,
-        shard_state: bool | Literal["auto"] = False,
-        overlap: bool = True,
-        mask_refresh: int = 100,
-        max_grad_norm: float | None = None,
-        clip: Literal["exact", "previous"] = "exact",
-        verify: Literal["sampled", "full", "version"] = "sampled",
-        backward_passes_per_step: int = 1,
-        hierarchical: bool | Literal["auto"] = "auto",
-        op: int = Average,
-        compression: type[Any] | None = None,
-        gradient_predivide_factor: float = 1.0,
-        offload: bool | str | os.PathLike[str] = False,
-        free_gradients: bool = False,
-        process_set: Any = None,
-        mesh: DeviceMesh | None = None,
-        data: str | None = None,
-    ) -> None:
-        chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-        memory = MemoryOptions.of(locals())
-        super().__init__(
-            optimizer, named_parameters, chosen_ranks(process_set, mesh, data), *chosen, warm_start, memory
-        )
 
     # For the driver
 

@@ -12,8 +12,6 @@ import torch
 
 from ocomm.errors import InvalidRequestError
 from ocomm.optim.core import Group
-from ocomm.optim.options import Options
-from ocomm.training.common import Common
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.wrapped import check_plain_optimizer
 
@@ -38,16 +36,14 @@ class RateOptimizer(CompressedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        process_set: Any,
-        options: Options,
-        common: Common,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        **arguments: Any,
     ) -> None:
         check_plain_optimizer(optimizer, f"Distributed{type(self).__name__}")
         _check_groups(type(self).__name__, optimizer)
         #: Other hyperparameters that schedulers change, as they were when wrapped; None once a warning was given.
         self._unread: list[Any] | None = [_moments(group) for group in optimizer.param_groups]
-        super().__init__(optimizer, named_parameters, process_set, options, common)
+        super().__init__(optimizer, named_parameters, **arguments)
 
     def _group(self, number: int, group: dict[str, Any]) -> Group:
         if self._unread is not None and (moved := _moments(group)) != self._unread[number]:

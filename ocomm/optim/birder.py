@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Birder(SoftSignSGD):
     """Birder for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "Birder"
+    options_class = BirderOptions
+    fixed_options: ClassVar = {}
     compressor = "birder"
     codec = SIGNS
     travels_dense = False

@@ -20,7 +20,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,10 @@ class Core(abc.ABC):
 
     #: The optimizer's name, in messages and saved states; frontends have it as ``Distributed`` and this name.
     kind: str
+    #: Its options.
+    options_class: type[Options]
+    #: Options that have the same value in all its runs, by name.
+    fixed_options: ClassVar[Mapping[str, Any]] = {}
     #: Names what travels compressed, for the signature in every message; with the scale if there is one.
     compressor = "onebit"
     #: The wire format of what travels compressed; and the scale that a block has, if any: ``"l1"`` or ``"rms"``.

@@ -122,6 +122,7 @@ class DiLoCo(Core):
     """
 
     kind = "DiLoCo"
+    options_class = DiLoCoOptions
     compressor = "diloco"
     dense_again = True
     non_finite_text = (

@@ -43,6 +43,7 @@ class EFSGD(OneStageCore):
     """
 
     kind = "EFSGD"
+    options_class = EFSGDOptions
     compressor = "efsgd"
     sends_rates = True
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,8 @@ class Lamb(OneBitAdam):
     """1-bit LAMB for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "OneBitLamb"
+    options_class = LambOptions
+    fixed_options: ClassVar = {"shard_state": False}
     dense_steps_of = "LAMB"
     options: LambOptions
 

@@ -52,6 +52,7 @@ class Lion(OneStageCore):
     """1-bit Lion for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "Lion"
+    options_class = LionOptions
     compressor = "lion"
     codec = SIGNS
     keeps_errors = False

@@ -42,6 +42,7 @@ class LowBitAverages(OneStageCore):
     """The averages, in ``options.dense_bits`` bits, of gradients of the tensors of ``layout``."""
 
     kind = "Optimizer"
+    options_class = LowBitOptions
     travels_dense = True
     hyper_text = "lr, betas, eps or weight decay of the step before differ between ranks"
 

@@ -88,6 +88,7 @@ class OneBitAdam(Core):
     """The compressed stage of 1-bit Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "OneBitAdam"
+    options_class = OneBitAdamOptions
     options: OneBitAdamOptions
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: OneBitAdamOptions) -> None:

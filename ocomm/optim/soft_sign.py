@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class SoftSignSGD(OneStageCore):
     """SoftSignSGD for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "SoftSignSGD"
+    options_class = SoftSignSGDOptions
+    fixed_options: ClassVar = {"hierarchical": False}
     travels_dense = True
 
     def __init__(self, layout: Layout, rank: int, kernels: Kernels, options: SoftSignSGDOptions) -> None:

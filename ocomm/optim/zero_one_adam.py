@@ -127,6 +127,7 @@ class ZeroOneAdam(Core):
     """0/1 Adam for the tensors of ``layout``, on rank ``rank`` of ``layout.ranks``."""
 
     kind = "ZeroOneAdam"
+    options_class = ZeroOneAdamOptions
     compressor = "zeroone"
     steps_locally = True
     sends_rates = True

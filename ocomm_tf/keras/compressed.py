@@ -21,6 +21,7 @@ from ocomm import docstrings
 from ocomm import session as sessions
 from ocomm.api import Min
 from ocomm.errors import InvalidRequestError
+from ocomm.faces import face
 from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet
 from ocomm.optim.core import Core
@@ -88,9 +89,38 @@ _INSTEAD = (
 )
 
 
-def documented(definition: type[Options], **texts: str) -> Callable[[Any], Any]:
-    """Returns a decorator that inserts the documentation of options, and ``texts`` by argument, into a docstring."""
-    return docstrings.documented({**ARGUMENTS, **texts}, definition, Common)
+_SECTIONS = """\
+Steps are collective.
+
+Args:
+    {{arguments}}
+
+Returns:
+{returns}
+
+Raises:
+    InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
+    MismatchError: The ranks wrap different things; here, or at the first step if ``variables`` is None.
+    NonFiniteError: In a step, on all ranks: a rank's gradient has a NaN or infinity. No variable is changed.
+    SettingsError: An option of the algorithm has an impossible value."""
+_RETURNS = "An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm"
+#: What follows where a plain Adam can go on.
+GOES_ON = (
+    ", and a plain Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the "
+    "model's variables, and call ``model.load_weights(file)``; errors start at zero"
+)
+
+
+def optimizer_face(core: type[Core], *, goes_on: str = "", **texts: str) -> Callable[[Any], Any]:
+    """Returns ``face`` for a function that wraps an optimizer of Keras.
+
+    Args:
+        core: The algorithm.
+        goes_on: What its docstring says of models that are saved with it.
+        texts: The documentation of arguments by name.
+    """
+    sections = _SECTIONS.format(returns=docstrings.entry(f"{_RETURNS}{goes_on}."))
+    return face((core.options_class, Common), sections, core.fixed_options, **{**ARGUMENTS, **texts})
 
 
 def _warn_of_clipping(optimizer: Any, wrapper: str) -> None:
@@ -523,18 +553,20 @@ def wrap(
     variables: Any,
     names: Mapping[str, Any] | None,
     process_set: ProcessSet,
-    options: Options,
-    common: Common,
+    arguments: Mapping[str, Any],
     warm_start: bool = False,
 ) -> Any:
     """Returns ``optimizer`` as an object of ``mixin`` and its class, inside its LossScaleOptimizer if there is one.
 
-    ``warm_start`` needs a ``CompressedAdam``.
+    ``arguments`` are the options by name; ``warm_start`` needs a ``CompressedAdam``.
     """
+    core = mixin.ocomm_core
+    arguments = {**arguments, **core.fixed_options}
+    options, common = core.options_class.of(arguments), Common.of(arguments)
     scaled = optimizer if isinstance(optimizer, LossScaleOptimizer) else None
     inner = scaled.inner_optimizer if scaled is not None else optimizer
     check_wrappable(inner)
-    refuse_replicas(inner, f"Distributed{mixin.ocomm_core.kind}")
+    refuse_replicas(inner, f"Distributed{core.kind}")
     check_unused(inner, inner.built or (scaled is not None and scaled.built))
     if getattr(inner, "amsgrad", False):
         raise InvalidRequestError("amsgrad=True is not supported; leave it out.")

@@ -11,7 +11,7 @@ import functools
 import io
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,6 +20,7 @@ import tensorflow as tf
 from ocomm import session as sessions
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
+from ocomm.faces import face
 from ocomm.kernels.base import Bytes, Floats, Kernels
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.core import Group
@@ -32,7 +33,7 @@ from ocomm.training.resume import Source
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
 from ocomm_tf.functions import agree_on
-from ocomm_tf.keras.compressed import documented
+from ocomm_tf.keras.compressed import ARGUMENTS
 from ocomm_tf.keras.driven import (
     FLOATS,
     WITHOUT_LOSS_SCALE,
@@ -376,8 +377,28 @@ def _values(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-@documented(
-    DiLoCoOptions,
+_SECTIONS = """\
+Args:
+    {arguments}
+
+Returns:
+    An optimizer of a subclass with the same name, with ``finish()`` and ``evaluation_parameters()``. A model that
+    is saved with it loads without ocomm.
+
+Raises:
+    InvalidRequestError: The optimizer or a variable cannot be wrapped.
+    SettingsError: An option has an impossible value.
+    MismatchError: The ranks wrap different things, at the first step if ``variables`` is None; in the first step,
+        their variables differ; at a sync, their settings do.
+    NonFiniteError: At a sync, on all ranks: a variable of a rank is not finite. All have returned to the anchors."""
+
+
+@face(
+    (DiLoCoOptions, Common),
+    _SECTIONS,
+    {*Common.texts()} - {"block_size", "hierarchical"},
+    variables=ARGUMENTS["variables"],
+    process_set=ARGUMENTS["process_set"],
     optimizer="Any optimizer of Keras that was not used yet; its own step is made, on this rank's gradients.",
     buffers="Variables that are not trained, such as ``model.non_trainable_variables``: "
     + BUFFERS.format(example="a BatchNormalization's moving means"),
@@ -386,17 +407,9 @@ def DistributedDiLoCo(
     optimizer: Any,
     variables: Any = None,
     *,
-    sync_every: int = 10,
-    fragments: int = 1,
-    outer_lr: float = 0.9,
-    outer_momentum: float = 0.6,
-    bits: Literal[32, 8, 4, 1] = 32,
-    delay: int = 0,
-    mix: float = 0.0,
-    block_size: int | Literal["tensor"] = 4096,
-    hierarchical: bool | Literal["auto"] = "auto",
     buffers: Any = None,
     process_set: ProcessSet = global_process_set,
+    **arguments: Any,
 ) -> Any:
     """Wraps an optimizer for local steps that send nothing, and a sync of the ranks once in ``sync_every`` steps
     (DiLoCo, arXiv 2311.08105).
@@ -404,22 +417,8 @@ def DistributedDiLoCo(
     Between syncs the ranks have different variables, and exchange neither data nor votes. ``callbacks.DiLoCoCallback``
     evaluates the anchors, which are equal on all ranks, and calls ``finish()`` at the end of ``fit``. The first step
     and every step with a sync are collective.
-
-    Args:
-        {arguments}
-
-    Returns:
-        An optimizer of a subclass with the same name, with ``finish()`` and ``evaluation_parameters()``. A model that
-        is saved with it loads without ocomm.
-
-    Raises:
-        InvalidRequestError: The optimizer or a variable cannot be wrapped.
-        SettingsError: An option has an impossible value.
-        MismatchError: The ranks wrap different things, at the first step if ``variables`` is None; in the first step,
-            their variables differ; at a sync, their settings do.
-        NonFiniteError: At a sync, on all ranks: a variable of a rank is not finite. All have returned to the anchors.
     """
-    chosen = DiLoCoOptions.of(locals()), Common.of(locals())
+    chosen = DiLoCoOptions.of(arguments), Common.of(arguments)
     check_wrappable(optimizer)
     refuse_replicas(optimizer, "DistributedDiLoCo")
     refuse_loss_scaling(

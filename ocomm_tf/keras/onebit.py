@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from ocomm.api import Average
 from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
-from ocomm.optim.onebit_adam import OneBitAdam, OneBitAdamOptions
-from ocomm.training.common import Common
+from ocomm.optim.onebit_adam import OneBitAdam
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_tf.keras.compressed import ADAM, CompressedAdam, documented, require_adam, wrap
+from ocomm_tf.keras.compressed import ADAM, GOES_ON, CompressedAdam, optimizer_face, require_adam, wrap
 
 
 class _OneBitAdam(CompressedAdam):
@@ -56,52 +54,21 @@ class _OneBitAdam(CompressedAdam):
         super()._prepare_save()
 
 
-@documented(OneBitAdamOptions, optimizer=ADAM)
+@optimizer_face(OneBitAdam, goes_on=GOES_ON, optimizer=ADAM)
 def DistributedOneBitAdam(
     optimizer: Any,
     variables: Any = None,
     *,
-    freeze_step: int | Literal["auto"] = "auto",
-    total_steps: int | None = None,
     warm_start: bool = False,
-    block_size: int | Literal["tensor"] = 4096,
-    scale: Literal["l1", "rms"] = "rms",
-    variance_floor: float = 0.05,
-    dense_bits: Literal[32, 16, 8, 4] = 32,
-    shard_state: bool | Literal["auto"] = False,
-    overlap: bool = True,
-    mask_refresh: int = 100,
-    max_grad_norm: float | None = None,
-    clip: Literal["exact", "previous"] = "exact",
-    verify: Literal["sampled", "full", "version"] = "sampled",
-    backward_passes_per_step: int = 1,
-    hierarchical: bool | Literal["auto"] = "auto",
-    op: int = Average,
-    compression: type[Any] | None = None,
-    gradient_predivide_factor: float = 1.0,
     names: Mapping[str, Any] | None = None,
     process_set: ProcessSet = global_process_set,
+    **arguments: Any,
 ) -> Any:
     """Wraps Adam for data-parallel 1-bit Adam (arXiv 2102.02888): Adam at first, then 1 bit per variable element and
     direction.
 
     Steps follow Torch's formula, which adds epsilon to sqrt(v_hat) and counts the steps of each variable, not those of
     the optimizer. They are collective.
-
-    Args:
-        {arguments}
-
-    Returns:
-        An optimizer of a subclass with the same name. A model that is saved with it loads without ocomm, and a plain
-        Adam can continue from it. To continue with 1 bit, compile with a new one, ``build`` it on the model's
-        variables, and call ``model.load_weights(file)``; errors start at zero.
-
-    Raises:
-        InvalidRequestError: The optimizer or a variable cannot be wrapped, or an option has an impossible value.
-        MismatchError: The ranks wrap different things; here, or at the first step if ``variables`` is None.
-        NonFiniteError: In a step, on all ranks: a rank's gradient has a NaN or infinity. No variable is changed.
-        SettingsError: An option of the algorithm has an impossible value.
     """
     require_adam(optimizer, "DistributedOneBitAdam")
-    chosen = OneBitAdamOptions.of(locals()), Common.of(locals())
-    return wrap(_OneBitAdam, optimizer, variables, names, process_set, *chosen, warm_start)
+    return wrap(_OneBitAdam, optimizer, variables, names, process_set, arguments, warm_start)

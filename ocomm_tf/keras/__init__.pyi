@@ -1,0 +1,197 @@
+"""Made by tools/stubs.py."""
+
+# mypy: disable-error-code="assignment, no-redef"
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from ocomm.operations import ProcessSet
+
+from ocomm_tf import *
+from ocomm_tf.keras import callbacks as callbacks
+from ocomm_tf.keras.collectives import allgather as allgather
+from ocomm_tf.keras.collectives import allreduce as allreduce
+from ocomm_tf.keras.collectives import broadcast as broadcast
+from ocomm_tf.keras.collectives import broadcast_global_variables as broadcast_global_variables
+from ocomm_tf.keras.collectives import reducescatter as reducescatter
+from ocomm_tf.keras.saving import load_model as load_model
+from ocomm_tf.keras_optimizer import DistributedOptimizer as DistributedOptimizer
+from ocomm_tf.keras_optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+import ocomm_tf.keras.elastic as elastic
+
+def DistributedBirder(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    beta: float = 0.95,
+    amsgrad_after: int | None = None,
+    stochastic: bool = False,
+    seed: int = 0,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedSoftSignSGD(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    beta: float = 0.95,
+    amsgrad_after: int | None = None,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedDiLoCo(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    sync_every: int = 10,
+    fragments: int = 1,
+    outer_lr: float = 0.9,
+    outer_momentum: float = 0.6,
+    bits: Literal[32, 8, 4, 1] = 32,
+    delay: int = 0,
+    mix: float = 0.0,
+    block_size: int | Literal['tensor'] = 4096,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    buffers: Any = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedEFSGD(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedOneBitLamb(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    dense_bits: Literal[32, 16, 8, 4] = 32,
+    scale: Literal['l1', 'rms'] = 'rms',
+    variance_floor: float = 0.05,
+    mask_refresh: int = 100,
+    freeze_step: int | Literal['auto'] = 'auto',
+    total_steps: int | None = None,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    coeff_beta: float = 0.9,
+    factor_max: float = 4.0,
+    factor_min: float = 0.5,
+    factor_threshold: float = 0.1,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    warm_start: bool = False,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedLion(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    seed: int = 0,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    betas: tuple[float, float] | None = None,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedOneBitAdam(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    dense_bits: Literal[32, 16, 8, 4] = 32,
+    scale: Literal['l1', 'rms'] = 'rms',
+    variance_floor: float = 0.05,
+    mask_refresh: int = 100,
+    freeze_step: int | Literal['auto'] = 'auto',
+    total_steps: int | None = None,
+    shard_state: bool | Literal['auto'] = False,
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    warm_start: bool = False,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
+def DistributedZeroOneAdam(
+    optimizer: Any,
+    variables: Any = None,
+    *,
+    dense_bits: Literal[32, 16, 8, 4] = 32,
+    scale: Literal['l1', 'rms'] = 'rms',
+    variance_floor: float = 0.2,
+    mask_refresh: int = 100,
+    var_update_scaler: int = 16,
+    var_freeze_step: int | None = None,
+    local_step_start: int | None = None,
+    local_step_doubling: int | None = None,
+    local_step_clip: int | None = None,
+    total_steps: int | None = None,
+    vote: Literal['step', 'sync'] = 'step',
+    block_size: int | Literal['tensor'] = 4096,
+    overlap: bool = True,
+    max_grad_norm: float | None = None,
+    clip: Literal['exact', 'previous'] = 'exact',
+    verify: Literal['sampled', 'full', 'version'] = 'sampled',
+    backward_passes_per_step: int = 1,
+    hierarchical: bool | Literal['auto'] = 'auto',
+    op: int = ...,
+    compression: type[Any] | None = None,
+    gradient_predivide_factor: float = 1.0,
+    warm_start: bool = False,
+    names: Mapping[str, Any] | None = None,
+    process_set: ProcessSet = ...,
+) -> Any: ...
