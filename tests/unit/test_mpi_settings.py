@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ocomm import mpi_settings
-from ocomm.bootstrap import _left_to_the_launcher, _unread_hosts
+from ocomm.diagnosis import left_to_the_launcher, unread_hosts
 from ocomm.transport import mpi
 
 OPEN_MPI = {f"OMPI_MCA_{name}": value for name, value in mpi_settings.OPEN_MPI.items()}
@@ -173,7 +173,7 @@ def test_a_file_that_excludes_transports_excludes_tcp_too(
 def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {os.getpid(): {0}, os.getppid(): set(range(8))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
-    late, bound = _left_to_the_launcher({"OMPI_MCA_btl_tcp_links": "2"}, 2)
+    late, bound = left_to_the_launcher({"OMPI_MCA_btl_tcp_links": "2"}, 2)
     assert late == (
         "MPI was started before init(), which therefore could not set OMPI_MCA_btl_tcp_links=2: call init() first"
     )
@@ -181,7 +181,7 @@ def test_what_init_cannot_set_is_said_with_its_remedy(monkeypatch: pytest.Monkey
         "the launcher has bound each rank to 1 of 8 cores, which the 2 ranks of this host could share: start "
         "with --bind-to none (mpirun), I_MPI_PIN=0 (Intel MPI) or --cpu-bind=none (srun)"
     )
-    assert _left_to_the_launcher({}, 8) == [bound.replace("the 2 ranks", "the 8 ranks")]
+    assert left_to_the_launcher({}, 8) == [bound.replace("the 2 ranks", "the 8 ranks")]
 
 
 @pytest.mark.parametrize(("own", "launchers", "local_size"), [(8, 8, 2), (4, 8, 2), (2, 8, 8), (1, 1, 4)])
@@ -190,13 +190,13 @@ def test_ranks_with_their_share_of_cores_are_told_nothing(
 ) -> None:
     cores = {os.getpid(): set(range(own)), os.getppid(): set(range(launchers))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
-    assert _left_to_the_launcher({}, local_size) == []
+    assert left_to_the_launcher({}, local_size) == []
 
 
 def test_a_single_rank_is_told_what_it_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = {os.getpid(): {0}, os.getppid(): {0, 1}}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or os.getpid()])
-    (bound,) = _left_to_the_launcher({}, 1)
+    (bound,) = left_to_the_launcher({}, 1)
     assert bound.startswith("the launcher has bound each rank to 1 of 2 cores, which this host's one rank could use: ")
 
 
@@ -224,9 +224,9 @@ def test_a_job_whose_launcher_has_not_read_its_hosts_is_told(
         f"OMPI_MCA_orte_default_hostfile={path}: start with mpirun --hostfile {path}"
     )
     environ = {"OMPI_MCA_orte_default_hostfile": str(path)}
-    assert _unread_hosts(library, environ) == (expected if unread else "")
-    assert _unread_hosts(library, {}) == ""
-    assert _unread_hosts(library, {**environ, "PRTE_MCA_prte_default_hostfile": str(path)}) == ""
+    assert unread_hosts(library, environ) == ([expected] if unread else [])
+    assert unread_hosts(library, {}) == []
+    assert unread_hosts(library, {**environ, "PRTE_MCA_prte_default_hostfile": str(path)}) == []
 
 
 def test_an_mpich_whose_library_has_debians_name_gets_a_link(tmp_path: Path) -> None:
