@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ocomm import as_horovod
 from ocomm import session as sessions
 from ocomm.api import Average, broadcast_object
 from ocomm.errors import InvalidRequestError
-from ocomm.launch import as_horovod
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.grid import Grid
 from ocomm.types import ReduceOp

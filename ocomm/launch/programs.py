@@ -67,6 +67,6 @@ def _program(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def with_horovod_names(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.launch.as_horovod python train.py ..."""
+    """Returns ``command`` with ``horovod`` standing for ocomm: python -m ocomm.as_horovod python train.py ..."""
     python = command[0] if is_python(command) else sys.executable
-    return (python, "-m", "ocomm.launch.as_horovod", *command) if command else ()
+    return (python, "-m", "ocomm.as_horovod", *command) if command else ()

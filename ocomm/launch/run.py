@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ocomm import as_horovod
 from ocomm.errors import LaunchError, PeerError, clause, in_words
-from ocomm.launch import as_horovod, reach
+from ocomm.launch import reach
 from ocomm.launch.hosts import default_hostfile, is_in_allocation, parse_hosts, read_hostfile
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import ocomm
-from ocomm.launch.as_horovod import place_of
+from ocomm.as_horovod import place_of
 from tests.architecture.parity_table import (
     ELASTIC,
     IGNORED,
@@ -129,7 +129,7 @@ def test_a_distributed_optimizer_has_horovods_methods(name: str, op: str) -> Non
 def test_horovods_submodules_have_what_is_imported_from_them() -> None:
     for needed in ("torch", "tensorflow"):
         pytest.importorskip(needed)
-    lines = ["from ocomm.launch import as_horovod", "as_horovod.install()"]
+    lines = ["from ocomm import as_horovod", "as_horovod.install()"]
     for module, names in SUBMODULES.items():
         lines.append(f"from horovod.{module} import {', '.join(names.split())}")
         place = place_of(f"horovod.{module}")
@@ -142,7 +142,7 @@ def test_horovods_submodules_have_what_is_imported_from_them() -> None:
 def test_a_script_that_asks_for_horovods_version_and_file_gets_them() -> None:
     asked = "import horovod, horovod.torch; print(horovod.__version__, horovod.torch.__version__, horovod.__file__)"
     pytest.importorskip("torch")
-    version, of_torch, file = run_python(f"from ocomm.launch import as_horovod; as_horovod.install(); {asked}").split()
+    version, of_torch, file = run_python(f"from ocomm import as_horovod; as_horovod.install(); {asked}").split()
     assert version == of_torch == "0.28.1" and file == ocomm.__file__
 
 

@@ -24,7 +24,7 @@ def test_its_backend_horovod_runs_on_ocomm(how: str, tmp_path: Path) -> None:
     python = sys.executable
     command = {
         "ocommrun": ["-m", "ocomm.launch", "--as-horovod", "-np", "2", python],
-        "spawn": ["-m", "ocomm.launch.as_horovod", python],
+        "spawn": ["-m", "ocomm.as_horovod", python],
     }[how]
     script = Path(__file__).with_name("train_ignite.py")
     done = run_by(([python, *command], launchers(2)["ocommrun"][1]), str(script), str(tmp_path), how)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ocomm.as_horovod import place_of
 from ocomm.config import read_settings
 from ocomm.errors import LaunchError
 from ocomm.launch import cli
-from ocomm.launch.as_horovod import place_of
 from ocomm.launch.check import Item, _gpu, render
 from ocomm.launch.cli import main
 from ocomm.launch.config_file import flags_of, read_config_file
@@ -473,9 +473,9 @@ def test_flags_for_what_ocomm_does_not_have_are_named_and_ignored():
 @pytest.mark.parametrize(
     ("command", "started"),
     [
-        ("python train.py --epochs 5", "python -m ocomm.launch.as_horovod python train.py --epochs 5"),
-        ("python3 -um train -v", "python3 -m ocomm.launch.as_horovod python3 -um train -v"),
-        ("./train.sh --fast", f"{sys.executable} -m ocomm.launch.as_horovod ./train.sh --fast"),
+        ("python train.py --epochs 5", "python -m ocomm.as_horovod python train.py --epochs 5"),
+        ("python3 -um train -v", "python3 -m ocomm.as_horovod python3 -um train -v"),
+        ("./train.sh --fast", f"{sys.executable} -m ocomm.as_horovod ./train.sh --fast"),
         ("", ""),
     ],
 )

@@ -1,6 +1,6 @@
 """Starts a program in which ``import horovod.torch`` finds ocomm: what ``ocommrun --as-horovod`` starts on each rank.
 
-    python -m ocomm.launch.as_horovod python train.py --epochs 5
+    python -m ocomm.as_horovod python train.py --epochs 5
 
 Processes that the program starts have the names, too, such as workers of data loaders. Nothing called horovod is
 installed.
@@ -93,12 +93,12 @@ def is_installed() -> bool:
 def main(arguments: list[str]) -> None:
     """Becomes the program that ``arguments`` name."""
     if not arguments:
-        raise SystemExit("usage: python -m ocomm.launch.as_horovod program [arguments]")
+        raise SystemExit("usage: python -m ocomm.as_horovod program [arguments]")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_NAMES, os.environ.get("PYTHONPATH"))))
     try:
         os.execvp(arguments[0], arguments)
     except OSError as error:
-        raise SystemExit(f"ocomm.launch.as_horovod: {arguments[0]}: {error.strerror}") from None
+        raise SystemExit(f"ocomm.as_horovod: {arguments[0]}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from ocomm.launch import as_horovod
+from ocomm import as_horovod
 
 as_horovod.install()
 # The import under way returns what has this name when it is over.
