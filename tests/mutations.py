@@ -717,7 +717,7 @@ MUTATIONS = [
     ),
     Mutation(
         "optim: headers are read in lanes that were used again",
-        "ocomm/optim/vote.py",
+        "ocomm/optim/non_finite.py",
         "for flow in flows if flow.says_whose for h",
         "for flow in flows for h",
         PROGRAMS,

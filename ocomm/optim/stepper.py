@@ -28,6 +28,7 @@ from ocomm.optim.buckets import Buckets, Locate
 from ocomm.optim.core import Bools, Core, address
 from ocomm.optim.flows import Flows, ShardedFlow
 from ocomm.optim.grid import EARLY, FINAL, GridVote
+from ocomm.optim.non_finite import non_finite_ranks
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.optim.traffic import Traffic
@@ -532,7 +533,9 @@ class Stepper:
                 self.skipped_by = self._with_places(self._vote.ranks_with(Flag.SKIP))
             return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
         if not is_finite:
-            found = self._with_places(self._vote.non_finite_ranks(flows, self.step, self.buckets.had_non_finite))
+            is_known = self.buckets.had_non_finite
+            whose = non_finite_ranks(self.core, self.wire, self._vote.held, flows, self.step, is_known)
+            found = self._with_places(whose)
             is_of_average = found == "[]"  # no rank has such a gradient, also none of another part
             text = self.core.overflow_text if is_of_average else self.core.non_finite_text
             raise NonFiniteError(f"{self.name}: {text.format(step=self.step, ranks=found)}")

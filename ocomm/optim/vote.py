@@ -2,8 +2,7 @@
 
 In a round every rank sends a header, and nothing else, to all others. A step has one round, the vote, after its last
 bucket: flags, hyperparameters, which gradients exist, a checksum of parameters. If gradients are clipped by their exact
-norm, there is a round before the first bucket. After a step with a gradient that is not finite there may be a third, in
-which ranks say whose it was.
+norm, there is a round before the first bucket.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from ocomm.optim.flows import Flow, NodeFlow
 from ocomm.optim.sketch import SKETCH_NBYTES, square_of_mean, write_sketch
 from ocomm.optim.step_channel import StepChannel
 from ocomm.types import Flag
-
-#: The ``attempt`` of the round in which ranks say whose gradients were not finite.
-_NON_FINITE_ROUND = 2
 
 
 class Statement(NamedTuple):
@@ -85,7 +81,8 @@ class Vote:
         layout = core.layout
         self._tensors = len(layout.tensors) if core.steps_locally else 0
         self._vote = Round(wire, layout.digest, self._tensors)
-        self._held = self._vote
+        #: The last round that was held.
+        self.held = self._vote
         #: |g|^2 of the ranks' mean gradient, from the last round in which ranks sent sketches.
         self.square_of_mean = 0.0
         #: The sum over ranks of ``Statement.squares``, from the last round in which ranks sent them.
@@ -115,11 +112,11 @@ class Vote:
     @property
     def present(self) -> Bytes:
         """The presence bits of all ranks, OR-ed, as heard."""
-        return self._held.segment_header.heard
+        return self.held.segment_header.heard
 
     def ranks_with(self, flags: Flag) -> list[int]:
         """Returns the world ranks that set one of ``flags`` in the last round that was held."""
-        return [self._wire.ranks[rank] for rank in self._held.segment_header.ranks_with(flags)]
+        return [self._wire.ranks[rank] for rank in self.held.segment_header.ranks_with(flags)]
 
     def hold(self, said: Statement, flows: Sequence[Flow] | None, with_norm: bool) -> int:
         """Sends ``said`` to all ranks, and waits for their statements and for ``flows``. Collective.
@@ -136,7 +133,7 @@ class Vote:
             HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
         """
         wire, core = self._wire, self._core
-        held = self._held = self._early_round if flows is None else self._vote_with_sketch if with_norm else self._vote
+        held = self.held = self._early_round if flows is None else self._vote_with_sketch if with_norm else self._vote
         self.sent = held.sent
         header = held.segment_header.header
         held.segment_headers.begin(said.step, said.attempt, said.hyper, said.announcement, said.lr)
@@ -201,23 +198,3 @@ class Vote:
             return disagreement(self._wire.name, step, header, self._wire.ranks, names, settings, advice)
 
         return self._wire.explain(failed, what, mismatch, self._core.kernels.name)
-
-    def non_finite_ranks(self, flows: Sequence[Flow], step: int, is_known: bool = False) -> list[int]:
-        """Returns the world ranks whose gradients have NaN or Inf; none if only the average overflowed. Collective.
-        ``is_known``: this rank has seen one of its own, which may be released.
-
-        A rank that compressed has said so in a header, unless the header spoke for a node. For other ranks, which only
-        add to a sum, all ranks look at their gradients and tell each other in one more round. All ranks do so or none,
-        since all have heard the same.
-        """
-        wire, core, segment_header = self._wire, self._core, self._held.segment_header
-        if core.layout.nodes.is_flat:
-            heard = [segment_header, *(h for flow in flows if flow.says_whose for h in flow.segment_headers)]
-            found = {rank for header in heard for rank in header.ranks_with(Flag.NON_FINITE)}
-            if found:
-                return [wire.ranks[rank] for rank in sorted(found)]
-        if is_known or not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
-            segment_header.header["flags"] = Flag.NON_FINITE
-        segment_header.header["attempt"] = _NON_FINITE_ROUND
-        wire.run(self._held.prepared, f"{wire.name}: step {step}")
-        return [wire.ranks[rank] for rank in segment_header.ranks_with(Flag.NON_FINITE)]
