@@ -682,14 +682,14 @@ MUTATIONS = [
     ),
     Mutation(
         "launch: what ranks have said last is not heard",
-        "ocomm/launch/supervise.py",
+        "ocomm/launch/job.py",
         "while self._listen(server) or (",
         "while not self._listen(server) and (",
         "unit/test_supervisor.py",
     ),
     Mutation(
         "launch: the children of a discovery script that hangs are not killed",
-        "ocomm/launch/supervise.py",
+        "ocomm/launch/discovery.py",
         "start_new_session=True,  # so that it can be ended",
         "# so that it can be ended",
         "unit/test_supervisor.py",

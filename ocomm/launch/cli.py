@@ -12,13 +12,13 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NoReturn
 
 from ocomm.errors import LaunchError
 from ocomm.launch import check, guard, loopback, reach, session_directory
 from ocomm.launch.command import CommandLine, LaunchRequest, build
 from ocomm.launch.config_file import read_config_file
+from ocomm.launch.discovery import Discovery
 from ocomm.launch.flags import elastic_timeout_s, is_elastic, make_parser, settings_of, without_meaning
 from ocomm.launch.flavour import Flavour, Launcher, MpiLibrary, check_match, find_launcher, find_library
 from ocomm.launch.generations import Limits
@@ -32,8 +32,9 @@ from ocomm.launch.hosts import (
     read_hostfile,
     total_slots,
 )
+from ocomm.launch.output import make_folder, say
 from ocomm.launch.programs import is_python, require_program, require_script, with_horovod_names
-from ocomm.launch.supervise import Supervisor, leave_supervised_job, make_folder
+from ocomm.launch.supervise import Supervisor, leave_supervised_job
 from ocomm.launch.watch import open_view
 from ocomm.mpi_settings import HOSTFILES
 from ocomm.torch_variables import inherited
@@ -62,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"ocommrun: {install_horovodrun(sys.executable, installed_record())}")
             return 0
         for flag in without_meaning(options):
-            print(f"ocommrun: {flag} has no meaning for ocomm and is ignored", file=sys.stderr)
+            say(f"{flag} has no meaning for ocomm and is ignored")
         if options.check_build:
             text, complete = check.report(sys.executable, os.environ)
             print(text)
@@ -73,10 +74,10 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(job, Supervisor):
             return job.run()
         if options.verbose:
-            print(f"ocommrun: {job}", file=sys.stderr)
+            say(str(job))
         _become(job)
     except LaunchError as error:
-        print(f"ocommrun: {error}", file=sys.stderr)
+        say(str(error))
         return 1
 
 
@@ -100,7 +101,6 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
 
     Raises LaunchError.
     """
-    in_allocation = is_in_allocation(environ)
     named = _named_hosts(options)
     request, launcher = _request(options, environ)
     hosts = _hosts(named, options, environ, launcher)
@@ -112,19 +112,13 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     ask = _asker(options, launcher, environ)
     states = ask([host.name for host in hosts])
     reach.require_reachable(states)
-    spans_hosts = not all(state.is_local for state in states) if states else in_allocation
-    torch_environ = request.torch_environ
-    if torch_environ is not None:
-        first = hosts[0].name if hosts else ""
-        torch_environ = reach.torch_environ(first, states, request.interfaces, environ)
-    own = reach.own_names(states)
-    placed = replace(request, hosts=hosts, own_names=own, spans_hosts=spans_hosts, torch_environ=torch_environ)
+    placed = reach.placed(request, hosts, states)
     line = build(placed, launcher)
-    if not spans_hosts:
+    if not placed.spans_hosts:
         require_program(_command(options), environ)
         require_script(_command(options))
     # Open MPI's launcher says by itself which rank of this machine has died, Hydra which process.
-    names_the_dead = launcher.flavour.is_open_mpi and not spans_hosts
+    names_the_dead = launcher.flavour.is_open_mpi and not placed.spans_hosts
     # Open MPI's launcher ends at a SIGHUP though nohup has switched that off.
     is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     if not hosts or is_srun or (names_the_dead and not options.watch and not is_under_nohup):
@@ -141,17 +135,15 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Returns the supervisor of the elastic job that ``options`` ask for, after asking this machine. Raises
     LaunchError.
     """
-    wanted = options.num_proc or options.min_np
-    if wanted is not None and options.num_proc is None:
-        options.num_proc = wanted
+    wanted = options.num_proc = options.num_proc or options.min_np
     named = _named_hosts(options)
     request, launcher = _request(options, environ)
     least, most = options.min_np or wanted, options.max_np
     if not least <= wanted or (most is not None and wanted > most):
         raise LaunchError(f"--min-np {least}, -np {wanted} and --max-np {most} must not become smaller in this order.")
-    fixed: tuple[Host, ...] = ()
-    if options.host_discovery_script is None:
-        fixed = _hosts(named, options, environ, launcher)
+    script = options.host_discovery_script
+    fixed = _hosts(named, options, environ, launcher) if script is None else ()
+    if script is None:
         if not fixed:
             raise LaunchError(
                 f"an elastic job must know its hosts, also in an allocation: {_how_to_name_hosts(environ)}."
@@ -166,13 +158,13 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         resets=options.reset_limit,
         patience_s=options.elastic_timeout or elastic_timeout_s(environ),
         cooldown_s=options.cooldown_range and tuple(options.cooldown_range),
-        discovers=options.host_discovery_script is not None,
+        discovers=script is not None,
     )
     ask = _asker(options, launcher, environ)
     states = ask([host.name for host in fixed])
-    script, slots = options.host_discovery_script, options.slots_per_host
     view = open_view() if options.watch else None
-    return Supervisor(request, launcher, limits, ask, fixed, states, script, slots, options.verbose, view=view)
+    discovery = None if script is None else Discovery(script, options.slots_per_host)
+    return Supervisor(request, launcher, limits, ask, fixed, states, discovery, options.verbose, view=view)
 
 
 def _how_to_name_hosts(environ: Mapping[str, str]) -> str:
@@ -194,15 +186,8 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         raise LaunchError("the working folder has been removed: change into another one, such as cd ~.") from None
     if options.num_proc is None:
         raise LaunchError("how many ranks? Say so with -np, as in ocommrun -np 2 python train.py.")
+    _require_no_place(options, environ)
     command = with_horovod_names(_command(options)) if options.as_horovod else _command(options)
-
-    is_fixed = options.min_np is None and options.host_discovery_script is None
-    if options.torch_env and (names := inherited(environ, options.num_proc if is_fixed else None)):
-        raise LaunchError(
-            f"{', '.join(f'{name}={environ[name]}' for name in names)} is set where ocommrun starts {options.num_proc} "
-            "ranks, which would all inherit it, and believe that it is their place in the job: unset it, or add "
-            "--no-torch-env to pass it on as it is."
-        )
     python = _python_of(command, environ)
     launcher, library = _find_mpi(python, environ)
     request = LaunchRequest(
@@ -227,6 +212,17 @@ def _request(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[L
         torch_environ={} if options.torch_env else None,
     )
     return request, launcher
+
+
+def _require_no_place(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Raises LaunchError if ranks would inherit a place in another job."""
+    is_fixed = options.min_np is None and options.host_discovery_script is None
+    if options.torch_env and (names := inherited(environ, options.num_proc if is_fixed else None)):
+        raise LaunchError(
+            f"{', '.join(f'{name}={environ[name]}' for name in names)} is set where ocommrun starts {options.num_proc} "
+            "ranks, which would all inherit it, and believe that it is their place in the job: unset it, or add "
+            "--no-torch-env to pass it on as it is."
+        )
 
 
 def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str, str]) -> None:

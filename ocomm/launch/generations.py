@@ -9,19 +9,15 @@ with each failure. If the other hosts have too few slots it is used all the same
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ocomm.errors import PeerError
+from ocomm.launch.failures import Failure
 from ocomm.launch.hosts import Host, place, total_slots
 
 #: Number of generations in a row that fail without a new commit, after which the job ends, because the next would fail,
 #: too.
 LIMIT = 3
-#: The beginning of the reason for a rank that failed because another had.
-_CONSEQUENCE = f"raised {PeerError.__name__}: "
-#: Ranks that a message lists, at most.
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -36,20 +32,6 @@ class Limits:
     cooldown_s: tuple[float, float] | None = None
     #: Whether hosts may come that are not there yet.
     discovers: bool = False
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that failed: its host, and how it failed. ``is_lost``: the host cannot be reached."""
-
-    host: str
-    rank: int | None
-    why: str
-    is_lost: bool = False
-
-    def __str__(self) -> str:
-        who = f"rank {self.rank} on {self.host}" if self.rank is not None else self.host
-        return f"{who} {self.why}"
 
 
 @dataclass(frozen=True)
@@ -214,33 +196,3 @@ class Generations:
     def _reasons(self, now_s: float) -> str:
         out = [out for name, out in self._out.items() if now_s < out.until_s]
         return "".join(f"; {entry.failure}" for entry in out)
-
-
-def blame(
-    signalled: Mapping[int, str],
-    reported: Mapping[int, str],
-    exited: Mapping[int, str],
-    vanished: Sequence[int],
-    absent: Sequence[int],
-    hosts: Mapping[int, str],
-    lost: Mapping[str, bool],
-) -> list[Failure]:
-    """Returns the failures that caused the end, from what is known by rank; ``hosts`` are those of the ranks.
-
-    The launcher knows best which rank was ended by a signal. Next come ranks that others have missed, because those
-    others may be the first to exit. Of broken connections the first counts, as others break when the launcher ends
-    their ranks. Of a rank that was still ``absent``, without a connection, nobody knows when it died. ``lost`` are
-    hosts that cannot be reached.
-
-    A rank that raised because another had failed is no cause where that other is known: a rank that was stopped, and
-    runs again while the launcher ends it, reports it.
-    """
-    causes = {rank: why for rank, why in reported.items() if not why.startswith(_CONSEQUENCE)}
-    some = ", ".join(map(str, absent[:_MOST_NAMED])) + ", ..." * (len(absent) > _MOST_NAMED)
-    died = f"died, or before it one of the rank(s) {some}, which had not come to init()" if absent else "died"
-    known = signalled or causes or reported or exited or dict.fromkeys(vanished[:1], died)
-    return [
-        Failure(hosts[rank], rank, why, lost.get(hosts[rank], False))
-        for rank, why in sorted(known.items())
-        if rank in hosts
-    ]

@@ -56,8 +56,8 @@ class Service:
         return 0
 
     def _listen(self) -> None:
-        while self._server.lines:
-            self._unknown.append(self._server.lines.pop())
+        while self._server.connections:
+            self._unknown.append(self._server.connections.pop())
         poll = select.poll()
         waiting: dict[int, tuple[str, int]] = {}
         unknown = dict(enumerate(self._unknown))

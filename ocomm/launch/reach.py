@@ -9,9 +9,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ocomm.errors import LaunchError, clause
+from ocomm.launch.command import LaunchRequest
+from ocomm.launch.hosts import Host, is_in_allocation
 from ocomm.runtime.own_address import free_port, interface_addresses, own_address
 from ocomm.torch_variables import MASTER, missing
 
@@ -102,22 +104,27 @@ def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
     return sorted(found, key=lambda address: address == "127.0.0.1")
 
 
-def torch_environ(
+def placed(request: LaunchRequest, hosts: Sequence[Host], states: Sequence[HostState]) -> LaunchRequest:
+    """Returns ``request`` on ``hosts``, of which ``states`` have been found out; none of both in an allocation that is
+    left to the launcher. Raises LaunchError if this machine has no address on the interfaces of the request.
+    """
+    environ = request.torch_environ
+    if environ is not None:
+        environ = _torch_environ(hosts[0].name if hosts else "", states, request.interfaces, request.environ)
+    return replace(
+        request,
+        hosts=tuple(hosts),
+        own_names=own_names(states),
+        spans_hosts=not all(state.is_local for state in states) if states else is_in_allocation(request.environ),
+        torch_environ=environ,
+    )
+
+
+def _torch_environ(
     first: str, states: Sequence[HostState], interfaces: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns MASTER_ADDR and MASTER_PORT, with a free port of rank 0's host, except those that the user has set.
-
-    Args:
-        first: The host of rank 0.
-        states: The states of all hosts of the job; empty if the hosts are not known.
-        interfaces: Interfaces, or networks, through which the hosts reach each other; empty for any.
-        environ: The environment of ``ocommrun``.
-
-    Returns:
-        The variables; none if rank 0 is not on this machine, because ``init()`` chooses them then.
-
-    Raises:
-        LaunchError: This machine has no address on ``interfaces``.
+    """Returns MASTER_ADDR and MASTER_PORT, with a free port of rank 0's host ``first``, except those that the user has
+    set; none if that host is not this machine, because ``init()`` chooses them then.
     """
     hosts = {state.name: state.is_local for state in states}
     if not hosts.get(first):

@@ -116,7 +116,7 @@ def run(
         finally:
             server.close()
             _end(job)
-            for connection in server.lines:
+            for connection in server.connections:
                 connection.close()
 
 
@@ -160,7 +160,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
     gone: set[int] = set()
     ended_at: float | None = None
     while len(results) < ranks:
-        for connection in [c for c in list(server.lines) if c not in served and id(c) not in gone]:
+        for connection in [c for c in list(server.connections) if c not in served and id(c) not in gone]:
             served.append(connection)
             with contextlib.suppress(OSError):  # the rank has ended or takes nothing: that is heard below
                 connection.send(task)

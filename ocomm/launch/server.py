@@ -54,7 +54,7 @@ class Server:
             raise LaunchError(f"nobody can listen on {where}: {error.strerror or error}") from error
         self.port: int = self._socket.getsockname()[1]
         #: Connections to clients that know the key.
-        self.lines: list[AuthenticatedSocket] = []
+        self.connections: list[AuthenticatedSocket] = []
         self._watched: dict[int, AuthenticatedSocket] = {}
         # It notes ends of connections in the order in which they come, whatever else comes, and once.
         self._ends = select.epoll()
@@ -88,7 +88,7 @@ class Server:
         else:
             self._watched[found.fileno()] = found
             self._ends.register(found, select.EPOLLRDHUP | select.EPOLLET)
-            self.lines.append(found)
+            self.connections.append(found)
 
     def ended(self) -> list[AuthenticatedSocket]:
         """Returns the connections that have ended since the last call, in this order: a process that has died early is
@@ -96,11 +96,11 @@ class Server:
         """
         return [self._watched[descriptor] for descriptor, _ in self._ends.poll(0)]
 
-    def end(self, line: AuthenticatedSocket) -> None:
+    def end(self, connection: AuthenticatedSocket) -> None:
         """Closes a connection, of which ``ended`` tells no more."""
-        self._ends.unregister(line)
-        del self._watched[line.fileno()]
-        line.close()
+        self._ends.unregister(connection)
+        del self._watched[connection.fileno()]
+        connection.close()
 
     def close(self) -> None:
         """Stops to accept clients. Connections that exist stay open."""

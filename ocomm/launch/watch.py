@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import select
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any, Protocol, TextIO
 
 from ocomm.errors import LaunchError
+from ocomm.launch.output import write_all
 from ocomm.telemetry.counters import JobCounters, OptimizerCounters, missed_by, stalls_of
 from ocomm.telemetry.units import amount
 
@@ -160,21 +160,6 @@ def stall_lines(job: JobCounters) -> list[str]:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def write_all(stream: TextIO, data: bytes) -> None:
-    """Writes all of ``data``, also to a pipe or terminal that somebody has made non-blocking: then it waits for a slow
-    reader as long as any other write would. Raises OSError if the words cannot be written.
-    """
-    # The buffer would keep what cannot be written, and Python would end with status 120 because of it.
-    raw = getattr(stream.buffer, "raw", stream.buffer)
-    while True:
-        data = data[raw.write(data) or 0 :]  # None: it would have to wait
-        if not data:
-            return
-        poll = select.poll()
-        poll.register(stream.fileno(), select.POLLOUT)
-        poll.poll()
 
 
 class View(Protocol):

@@ -205,14 +205,14 @@ def connect(
     return AuthenticatedSocket(connection, to_server, to_client, most_bytes, pause_s)
 
 
-def wait(lines: Iterable[AuthenticatedSocket], timeout_s: float) -> list[AuthenticatedSocket]:
+def wait(connections: Iterable[AuthenticatedSocket], timeout_s: float) -> list[AuthenticatedSocket]:
     """Returns the connections on which a message has begun to arrive or which have ended; [] after ``timeout_s``
     seconds.
     """
     poll, found = select.poll(), {}
-    for line in lines:
-        found[line.fileno()] = line
-        poll.register(line, select.POLLIN)
+    for connection in connections:
+        found[connection.fileno()] = connection
+        poll.register(connection, select.POLLIN)
     return [found[descriptor] for descriptor, _ in poll.poll(1000 * timeout_s)]
 
 

@@ -27,10 +27,10 @@ from ocomm import session as sessions
 from ocomm.errors import LaunchError
 from ocomm.launch.generations import Start
 from ocomm.launch.hosts import Host
+from ocomm.launch.job import Job
 from ocomm.launch.pmi import Service
 from ocomm.launch.pmi_job import Limits, PmiJob
 from ocomm.launch.server import Server
-from ocomm.launch.supervise import _Job
 from ocomm.runtime.pmi_client import PmiClient
 from ocomm.runtime.supervisor_client import SupervisorClient
 from tests.faults import workloads, world
@@ -190,7 +190,7 @@ def supervised(calls: Calls) -> list[str]:
     """A rank tells its supervisor of a commit, hears that hosts have changed, and ends in order. Otherwise either of
     them knows why not.
     """
-    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), PATIENCE_S)
+    job = Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), PATIENCE_S)
     found: list[str] = []
     try:
         with _exits() as codes, files_and_sockets(calls), Server("127.0.0.1", _KEY) as server:
@@ -202,17 +202,17 @@ def supervised(calls: Calls) -> list[str]:
             def heard(condition: Callable[[], Any]) -> bool:
                 def look() -> bool:
                     job._listen(server)
-                    return bool(condition() or job._reported or job._vanished or rank._connection._broken)
+                    return bool(condition() or job.reports.failed or job._vanished or rank._connection._broken)
 
                 return _until(look)
 
-            is_whole = heard(lambda: 0 in job._lines.values())
+            is_whole = heard(lambda: 0 in job._connections.values())
             rank.say("commit", number=5, state="set0.1")
-            is_whole &= heard(lambda: job.commit == 5)
-            job._tell(job._lines)
+            is_whole &= heard(lambda: job.reports.commit == 5)
+            job._tell(job._connections)
             is_whole &= heard(lambda: rank.hosts_changed)
             rank.say("bye")
-            is_whole &= heard(lambda: -1 in job._lines.values())
+            is_whole &= heard(lambda: -1 in job._connections.values())
             if not is_whole and not calls.has_failed:
                 found.append("not everything was heard")
             with contextlib.suppress(OSError):
@@ -220,20 +220,20 @@ def supervised(calls: Calls) -> list[str]:
             if not _until(lambda: codes):
                 found.append("the rank waits for ever for its supervisor")
             # It has said that it ends, or its end is noticed, or it has never come, which the job's patience is for.
-            if not heard(lambda: -1 in job._lines.values() or not job._lines) and not job._reported:
+            if not heard(lambda: -1 in job._connections.values() or not job._connections) and not job.reports.failed:
                 found.append("the supervisor does not notice that the rank has ended")
             rank._connection.close()
-            for line in server.lines:
+            for line in server.connections:
                 line.close()
     except (OSError, LaunchError) as error:
         found += world.unnamed(error, None)
     finally:
-        job._process.wait()
-        for reader in job._readers:
+        job._launcher._process.wait()
+        for reader in job._launcher._readers:
             reader.join()
-        if job._process.stderr is not None:
-            job._process.stderr.close()
-        for line in job._lines:
+        if job._launcher._process.stderr is not None:
+            job._launcher._process.stderr.close()
+        for line in job._connections:
             line.close()
     return found
 
@@ -302,7 +302,7 @@ def pmi(calls: Calls) -> list[str]:
                 if thread.is_alive():
                     found.append(f"{thread.name} hangs")
             # In a job their processes end.
-            for line in [*server.lines, *service._unknown, *service._watchers.values()]:
+            for line in [*server.connections, *service._unknown, *service._watchers.values()]:
                 line.close()
             for peer in service._pmi.values():
                 peer.close()

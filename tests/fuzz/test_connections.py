@@ -20,9 +20,10 @@ from ocomm.json_values import parse
 from ocomm.launch import run as run_module
 from ocomm.launch.generations import Start
 from ocomm.launch.hosts import Host
+from ocomm.launch.job import Job
 from ocomm.launch.pmi import Service
 from ocomm.launch.pmi_job import LONGEST_LINE, Limits, PmiJob
-from ocomm.launch.supervise import _Job
+from ocomm.launch.reports import Reports
 from ocomm.runtime import authenticated_socket, pmi_client, rendezvous, supervisor_client
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError
 from ocomm.runtime.rendezvous import Member
@@ -86,7 +87,7 @@ json_bytes = json_values.map(lambda value: json.dumps(value).encode())
 
 
 def pmi_service(size: int = 2) -> Service:
-    server: Any = SimpleNamespace(lines=[])
+    server: Any = SimpleNamespace(connections=[])
     return Service(PmiJob("space", ["a"] * size, Limits(10.0, 1.0), time.monotonic()), server)
 
 
@@ -138,15 +139,6 @@ def test_a_line_of_pmi_without_an_end_ends_the_job_before_it_fills_the_memory() 
 # ocommrun and its ranks
 
 
-def supervised() -> _Job:
-    """A generation of two ranks, without its launcher's process."""
-    job = _Job.__new__(_Job)
-    job.step, job.ranks, job._view = Start(1, (Host("a", 2),)), 2, None
-    job.commit, job.has_left, job._told, job._kept = 0, False, False, {"set0.1": 11}
-    job._hosts, job._lines, job._reported, job._vanished, job._ended = {}, {}, {}, {}, []
-    return job
-
-
 MESSAGES = [
     {"word": "here", "rank": 1, "host": "a", "generation": 1},
     {"word": "commit", "number": 12, "state": "set0.1"},
@@ -162,30 +154,30 @@ MESSAGES = [
 @examples(40)
 @given(st.data())
 def test_a_damaged_message_to_ocommrun_is_a_value_error_and_not_its_end(data: st.DataObject) -> None:
-    job, line = supervised(), Line(b"")
-    job._view = SimpleNamespace(show=lambda job: None)  # type: ignore[assignment]
+    reports = Reports(Start(1, (Host("a", 2),)), {"set0.1": 11}, 10.0)
     said = data.draw(st.sampled_from(MESSAGES)).copy()
     if data.draw(st.booleans()):
         said[data.draw(st.sampled_from(sorted(said)))] = data.draw(json_values)  # type: ignore[index]
         damaged = json.dumps(said).encode()
     else:
         damaged = data.draw(json_bytes | harmed(json.dumps(said).encode()))
-    line.said = damaged
     try:
-        job._hear(line, parse(line.receive()))  # type: ignore[arg-type]
+        heard = reports.hear(-1, parse(damaged))
     except (ValueError, EOFError):
         return
-    assert type(job.commit) is int and all(rank in (0, 1) for rank in {*job._hosts, *job._reported})
-    assert all(type(text) is str for text in (*job._hosts.values(), *job._reported.values()))
+    assert type(heard.rank) is int and heard.rank in (-1, 0, 1) and type(heard.notice) is str
+    assert type(reports.commit) is int and all(rank in (0, 1) for rank in {*reports._hosts, *reports.failed})
+    assert all(type(text) is str for text in (*reports._hosts.values(), *reports.failed.values()))
 
 
 def test_a_rank_whose_message_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, line = supervised(), Line(b'{"word": "commit"}')
-    job._lines[line] = 1  # type: ignore[index]
-    monkeypatch.setattr("ocomm.launch.supervise.wait", lambda lines, seconds: [line])
-    server = SimpleNamespace(lines=[], ended=lambda: [line], end=lambda line: line.close())
+    job, line = Job.__new__(Job), Line(b'{"word": "commit"}')
+    job.reports, job._ended = Reports(Start(1, (Host("a", 2),)), {}, 10.0), []
+    job._connections = {line: 1}  # type: ignore[dict-item]
+    monkeypatch.setattr("ocomm.launch.job.wait", lambda connections, seconds: [line])
+    server = SimpleNamespace(connections=[], ended=lambda: [line], end=lambda line: line.close())
     job._listen(server)  # type: ignore[arg-type]
-    assert job._reported == {1: "cannot be heard any more: None where int is expected"} and line.is_closed
+    assert job.reports.failed == {1: "cannot be heard any more: None where int is expected"} and line.is_closed
 
 
 class Exited(BaseException):
@@ -218,9 +210,9 @@ def test_a_result_that_cannot_be_unpickled_is_an_error_of_launching() -> None:
     line = Line(pickle.dumps(("result", 0, 1))[:-3])
     line.send = lambda task: None  # type: ignore[attr-defined]
     line.fileno = lambda: 0  # type: ignore[attr-defined]
-    server: Any = SimpleNamespace(lines=[line])
+    server: Any = SimpleNamespace(connections=[line])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "wait", lambda lines, seconds: [line])
+        patch.setattr(run_module, "wait", lambda connections, seconds: [line])
         with pytest.raises(LaunchError, match="a rank's result cannot be read here: "):
             run_module._collect(SimpleNamespace(poll=lambda: None), server, b"", 1)  # type: ignore[arg-type]
 

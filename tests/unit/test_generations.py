@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ocomm.launch.generations import End, Failure, Generations, Limits, Start, Wait, blame
+from ocomm.launch.failures import Failure
+from ocomm.launch.generations import End, Generations, Limits, Start, Wait
 from ocomm.launch.hosts import Host, parse_discovered, total_slots
-from ocomm.launch.supervise import said_by_launcher
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
 
@@ -173,34 +173,6 @@ def test_every_course_of_failures_ends_within_the_limits(course: list, cools: bo
             generations.committed(starts)
         generations.ended(now_s, [Failure(host, 0, "died", is_lost)])
     raise AssertionError("the job does not end")
-
-
-def test_the_cause_is_whom_the_launcher_or_others_name_before_who_fell_with_it() -> None:
-    hosts = {0: "a", 1: "a", 2: "b"}
-    silent = {1: "has not answered for 7 s"}
-    assert blame({2: "was ended by signal 9"}, silent, {0: "x"}, [0], [], hosts, {}) == [
-        Failure("b", 2, "was ended by signal 9")
-    ]
-    assert blame({}, silent, {0: "ended with status 1"}, [0], [], hosts, {"a": True}) == [
-        Failure("a", 1, "has not answered for 7 s", True)
-    ]
-    # A rank that had been stopped is woken when the launcher ends it, and hears only then why another has ended.
-    told = {**silent, 2: "raised PeerError: rank 1 has not answered for 7 s."}
-    assert blame({}, told, {}, [], [], hosts, {}) == [Failure("a", 1, "has not answered for 7 s")]
-    assert [failure.rank for failure in blame({}, {2: told[2]}, {0: "ended with status 1"}, [0], [], hosts, {})] == [2]
-    assert blame({}, {}, {}, [2, 0, 1], [], hosts, {}) == [Failure("b", 2, "died")]
-    assert blame({}, {}, {}, [], [], hosts, {}) == []
-    (either,) = blame({}, {}, {}, [0], [1, 2], hosts, {})
-    assert str(either) == "rank 0 on a died, or before it one of the rank(s) 1, 2, which had not come to init()"
-    (either,) = blame({}, {}, {}, [0], range(1, 20), hosts, {})
-    assert "one of the rank(s) 1, 2, 3, 4, 5, 6, 7, 8, ..., which" in str(either)
-
-
-def test_open_mpis_words_are_understood_also_where_it_breaks_its_lines() -> None:
-    killed = "prterun noticed that process rank 1 with PID 25234 on node vm exited on\nsignal 9 (Killed).\n"
-    assert said_by_launcher(killed) == ({1: "was ended by signal 9"}, {})
-    failed = "   Process name: [prterun-vm-20062@1,12]\n   Exit code:    3\n"
-    assert said_by_launcher(failed) == ({}, {12: "ended with status 3"})
 
 
 def test_discovered_hosts_have_their_slots_or_the_default() -> None:

@@ -40,10 +40,10 @@ def enter(server: Server, address: str = "127.0.0.1") -> tuple[AuthenticatedSock
     thread.start()
     thread.join(LIMIT_S)
     end = time.monotonic() + LIMIT_S
-    while not server.lines and time.monotonic() < end:
+    while not server.connections and time.monotonic() < end:
         time.sleep(1e-3)
-    assert found and server.lines, "nobody is accepted"
-    return found[0], server.lines[0]
+    assert found and server.connections, "nobody is accepted"
+    return found[0], server.connections[0]
 
 
 def test_silent_strangers_hold_nobody_up(strangers: list[socket.socket]) -> None:
@@ -52,7 +52,7 @@ def test_silent_strangers_hold_nobody_up(strangers: list[socket.socket]) -> None
         outer, inner = enter(server)
         with outer, inner:
             outer.send(b"here")
-            assert inner.receive(LIMIT_S) == b"here" and server.lines == [inner]
+            assert inner.receive(LIMIT_S) == b"here" and server.connections == [inner]
 
 
 def test_who_is_silent_for_long_is_sent_away_unless_inside(strangers: list[socket.socket]) -> None:
@@ -82,13 +82,13 @@ def test_a_stranger_who_says_a_little_now_and_then_is_sent_away_all_the_same() -
         while not select.select([stranger], [], [], 0.02)[0]:
             stranger.sendall(b"x")
             assert time.monotonic() < end
-        assert not server.lines
+        assert not server.connections
 
 
 def test_who_does_not_know_the_key_stays_outside_and_nobody_connects_to_one_that_is_closed() -> None:
     with Server("127.0.0.1", KEY) as server, pytest.raises(TamperedError, match="does not accept our key"):
         client("127.0.0.1", server.port, b"another")
-    assert not server.lines
+    assert not server.connections
     for thread in threading.enumerate():
         if thread.name == "ocomm-server":
             thread.join(LIMIT_S)
@@ -106,7 +106,7 @@ def test_a_server_on_all_addresses_hears_those_of_ipv4_and_where_there_is_one_of
         for address in ["127.0.0.1", *["::1"] * has_ipv6]:
             for end in enter(server, address):
                 end.close()
-            server.lines.clear()
+            server.connections.clear()
 
 
 def test_this_host_has_an_address_on_the_way_to_another_of_the_same_family() -> None:

@@ -21,23 +21,28 @@ from typing import Any, cast
 import pytest
 
 from ocomm.errors import LaunchError
-from ocomm.launch import processes, supervise
+from ocomm.launch import discovery as discoveries
+from ocomm.launch import job as jobs
+from ocomm.launch import output, processes
 from ocomm.launch.command import LaunchRequest
+from ocomm.launch.discovery import Discovery
+from ocomm.launch.failures import Failure
 from ocomm.launch.flavour import Flavour, Launcher
-from ocomm.launch.generations import Failure, Limits, Start
+from ocomm.launch.generations import Limits, Start
 from ocomm.launch.hosts import Host
+from ocomm.launch.job import Job
 from ocomm.launch.reach import HostState
 from ocomm.launch.server import Server
-from ocomm.launch.supervise import Discovery, Supervisor, _Job
+from ocomm.launch.supervise import Supervisor
 from ocomm.runtime import supervisor_client
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket
 
 
-def join_readers(job: _Job) -> None:
+def join_readers(job: Job) -> None:
     """Waits until all output of a job has been read, and its pipe closed."""
-    for reader in job._readers:
+    for reader in job._launcher._readers:
         reader.join(20.0)
-    assert job._process.stderr is not None and job._process.stderr.closed
+    assert job._launcher._process.stderr is not None and job._launcher._process.stderr.closed
 
 
 def test_a_port_that_is_another_programs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,36 +62,35 @@ def test_the_key_leaves_the_environment_and_without_one_nobody_is_called() -> No
 
 
 def test_a_rank_on_whose_line_somebody_else_writes_is_named_and_nothing_of_that_is_heard() -> None:
-    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    job = Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
     with Server("127.0.0.1", b"key") as server, supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
         rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
         rank._connection.sendall(b'{"word": "commit", "number": 99, "state": "set0.1"}' + bytes(40))
         end = time.monotonic() + 20.0
-        while not job._reported and time.monotonic() < end:
+        while not job.reports.failed and time.monotonic() < end:
             job._listen(server)
-    job._process.wait(20.0)
+    job._launcher._process.wait(20.0)
     join_readers(job)
     (failure,) = job.failures(lambda names: {})
     assert str(failure).startswith("rank 0 on a cannot be heard any more: the length of message 1 is not what")
-    assert job.commit == 0
+    assert job.reports.commit == 0
 
 
 def test_all_that_ranks_have_said_before_the_launcher_ended_is_heard() -> None:
-    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    job = Job(["true"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
     with Server("127.0.0.1", b"key") as server:
         with supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
             rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
             for number in (1, 2):
                 rank.send(json.dumps({"word": "commit", "number": number, "state": "set0.1"}).encode())
             rank.send(json.dumps({"word": "lost", "ranks": {"0": "raised ValueError: no data"}}).encode())
-        assert until(lambda: bool(server.lines))
-        job._process.wait(20.0)  # before anything was heard, as on a machine with much to do
-        said = SimpleNamespace(asked_to_end=0, generations=SimpleNamespace(committed=lambda number: None))
-        job.watch(server, cast(Any, said))
+        assert until(lambda: bool(server.connections))
+        job._launcher._process.wait(20.0)  # before anything was heard, as on a machine with much to do
+        watched(job, server)
     join_readers(job)
     (failure,) = job.failures(lambda names: {})
     assert str(failure) == "rank 0 on a raised ValueError: no data"
-    assert job.commit == 2
+    assert job.reports.commit == 2
 
 
 LOST_DAEMON = """--------------------------------------------------------------------------
@@ -102,11 +106,11 @@ This is usually due to either a failure of the TCP network
 @pytest.mark.parametrize("came", [0, 1, 2])
 def test_a_launcher_that_has_lost_a_host_has_not_ended_well_though_it_says_so(came: int) -> None:
     """Open MPI's may end with status 0, at any time in the life of the ranks."""
-    job = _Job(["sh", "-c", 'printf %s "$0" >&2', LOST_DAEMON], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    job = Job(["sh", "-c", 'printf %s "$0" >&2', LOST_DAEMON], dict(os.environ), Start(1, hosts_of(2)), 10.0)
     with Server("127.0.0.1", b"key") as server, contextlib.ExitStack() as stack:
         for rank in range(came):
             stack.enter_context(here(server, rank))
-        assert until(lambda: len(server.lines) == came)
+        assert until(lambda: len(server.connections) == came)
         assert watched(job, server) == 1
     assert job.failures(lambda names: dict.fromkeys(names, True)) == [
         Failure("b", None, "has lost the launcher's daemon", True)
@@ -115,20 +119,20 @@ def test_a_launcher_that_has_lost_a_host_has_not_ended_well_though_it_says_so(ca
 
 def test_where_the_launcher_does_not_name_the_host_that_it_has_lost_no_rank_that_fell_with_it_is_blamed() -> None:
     words = "srun returned non-zero exit status (35072) from launching\nthe per-node daemon. You may debug this"
-    job = _Job(["sh", "-c", 'printf %s "$0" >&2', words], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    job = Job(["sh", "-c", 'printf %s "$0" >&2', words], dict(os.environ), Start(1, hosts_of(2)), 10.0)
     with Server("127.0.0.1", b"key") as server, here(server, 0) as first, here(server, 1):
-        assert until(lambda: len(server.lines) == 2)
+        assert until(lambda: len(server.connections) == 2)
         first.close()
         assert watched(job, server) == 1
     assert job.failures(lambda names: {}) == []
 
 
 def test_ranks_that_have_not_ended_when_the_launcher_has_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "END_S", 0.3)
-    job = _Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    monkeypatch.setattr(jobs, "END_S", 0.3)
+    job = Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
     with Server("127.0.0.1", b"key") as server, here(server, 0) as first, here(server, 1):
         first.send(b'{"word": "bye"}')
-        assert until(lambda: len(server.lines) == 2)
+        assert until(lambda: len(server.connections) == 2)
         assert watched(job, server) == 1
     assert job.failures(lambda names: {}) == [
         Failure("b", 1, "has not answered: the launcher has ended before it"),
@@ -136,10 +140,10 @@ def test_ranks_that_have_not_ended_when_the_launcher_has_are_failures(monkeypatc
 
 
 def test_ranks_may_end_after_the_launcher_and_who_ends_first_is_named() -> None:
-    job = _Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
+    job = Job(["true"], dict(os.environ), Start(1, hosts_of(2)), 10.0)
     with Server("127.0.0.1", b"key") as server, here(server, 0), here(server, 1) as second:
-        assert until(lambda: len(server.lines) == 2)
-        job._process.wait(20.0)
+        assert until(lambda: len(server.connections) == 2)
+        job._launcher._process.wait(20.0)
         ends = threading.Timer(0.3, second.close)
         ends.start()
         assert watched(job, server) == 1
@@ -157,28 +161,12 @@ def here(server: Server, rank: int) -> AuthenticatedSocket:
     return line
 
 
-def watched(job: _Job, server: Server) -> int:
+def watched(job: Job, server: Server, asked_to_end: int = 0) -> int:
     """Returns the status with which the launcher is taken to have ended."""
-    said = SimpleNamespace(
-        asked_to_end=0, wants_others=lambda: False, generations=SimpleNamespace(committed=lambda number: None)
-    )
-    status = job.watch(server, cast(Any, said))
-    assert job._process.stderr is not None
-    job._process.stderr.close()
-    return status
-
-
-def test_a_generation_that_finds_no_commit_is_a_message_if_one_of_that_state_was_kept(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    job = _Job(["true"], dict(os.environ), Start(2, (Host("a", 1), Host("b", 1))), 10.0, kept={"set0.1": 12})
-    job._process.wait(20.0)
-    for state in ("set0.2", "set0.1"):
-        job._hear(cast(Any, None), {"word": "anew", "state": state, "folder": "/tmp/kept"})
+    while (status := job.attend(server, asked_to_end)) is None:
+        pass
     join_readers(job)
-    assert capsys.readouterr().err == (
-        "ocommrun: commit 12 is gone: generation 2 has found none in /tmp/kept on a, b, and begins anew\n"
-    )
+    return status
 
 
 def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,18 +174,18 @@ def test_a_launcher_whose_words_nobody_reads_does_not_wait_for_a_reader(monkeypa
         raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=SimpleNamespace(write=refuse)))
-    job = _Job(["sh", "-c", "exec head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-    assert job._process.wait(20.0) == -signal.SIGPIPE
-    supervise._say("something")
+    job = Job(["sh", "-c", "exec head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+    assert job._launcher._process.wait(20.0) == -signal.SIGPIPE
+    output.say("something")
 
 
 def test_words_that_find_the_disk_full_are_lost_and_the_launcher_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:  # closing it raises OSError if its buffer has kept anything
         monkeypatch.setattr(sys, "stderr", full)
-        job = _Job(["sh", "-c", "head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-        assert job._process.wait(20.0) == 0
+        job = Job(["sh", "-c", "head -c 1000000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+        assert job._launcher._process.wait(20.0) == 0
         join_readers(job)
-        supervise._say("something")
+        output.say("something")
         monkeypatch.undo()
 
 
@@ -211,7 +199,7 @@ def test_a_slow_reader_gets_every_word_though_writes_to_it_do_not_wait(
     data = bytearray()
     with open(reader, "rb", buffering=0) as slow, open(writer, "wb", buffering) as stderr:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(cast(Any, stderr), write_through=True))
-        job = _Job(["sh", "-c", "head -c 300000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+        job = Job(["sh", "-c", "head -c 300000 /dev/zero >&2"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
         poll = select.poll()
         poll.register(writer, select.POLLOUT)
         assert until(lambda: not poll.poll(0))  # it is full
@@ -223,16 +211,16 @@ def test_a_slow_reader_gets_every_word_though_writes_to_it_do_not_wait(
         assert until(has_all), len(data)
         join_readers(job)
         monkeypatch.undo()
-    assert job._process.wait(20.0) == 0
+    assert job._launcher._process.wait(20.0) == 0
 
 
 def test_a_folder_for_output_is_made_or_named(tmp_path: Path) -> None:
-    supervise.make_folder(str(tmp_path / "a" / "b"))
-    supervise.make_folder(str(tmp_path / "a" / "b"))
+    output.make_folder(str(tmp_path / "a" / "b"))
+    output.make_folder(str(tmp_path / "a" / "b"))
     assert not list((tmp_path / "a" / "b").iterdir())
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError) as caught:
-        supervise.make_folder(str(tmp_path / "file" / "c"))
+        output.make_folder(str(tmp_path / "file" / "c"))
     assert str(caught.value) == f"--output-filename {tmp_path}/file/c: Not a directory; nothing was started."
 
 
@@ -281,7 +269,8 @@ def test_hosts_are_asked_once_before_each_generation(monkeypatch: pytest.MonkeyP
         started.append((len(asked), [state.name for state in states]))
         failures = [Failure("b", None, "it burns", True)]
         code = codes.pop(0)
-        return SimpleNamespace(watch=lambda *_: code, has_left=False, failures=lambda lost: failures, commit=0)
+        reports = SimpleNamespace(has_left=False, commit=0, step=step)
+        return SimpleNamespace(attend=lambda *_: code, failures=lambda lost: failures, reports=reports)
 
     monkeypatch.setattr(supervisor, "_start", start)
     with Server("127.0.0.1", b"key") as server:
@@ -305,16 +294,16 @@ def test_a_signal_that_nohup_has_switched_off_stays_off() -> None:
 
 
 def test_who_never_came_to_init_is_named_by_those_who_waited() -> None:
-    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 1), Host("b", 2))), 10.0)
+    job = Job(["true"], dict(os.environ), Start(1, (Host("a", 1), Host("b", 2))), 10.0)
     with Server("127.0.0.1", b"key") as server, supervisor_client.client("127.0.0.1", server.port, b"key") as rank:
         rank.send(json.dumps({"word": "here", "rank": 0, "host": "a", "generation": 1}).encode())
         rank.send(json.dumps({"word": "late"}).encode())
         end = time.monotonic() + 20.0
-        while not job._reported and time.monotonic() < end:
+        while not job.reports.failed and time.monotonic() < end:
             job._listen(server)
-        for line in job._lines:
+        for line in job._connections:
             line.close()
-    job._process.wait(20.0)
+    job._launcher._process.wait(20.0)
     join_readers(job)
     assert [str(failure) for failure in job.failures(lambda names: {})] == [
         "rank 1 on b has not answered: it never came to init()",
@@ -324,13 +313,13 @@ def test_who_never_came_to_init_is_named_by_those_who_waited() -> None:
 
 def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> None:
     """Hydra kills the others as soon as one has died. What a rank has said before has no part in the order."""
-    job = _Job(["true"], dict(os.environ), Start(1, (Host("a", 4),)), 10.0)
+    job = Job(["true"], dict(os.environ), Start(1, (Host("a", 4),)), 10.0)
     with Server("127.0.0.1", b"key") as server:
         ranks = []
         for number in range(4):
             ranks.append(supervisor_client.client("127.0.0.1", server.port, b"key"))
             ranks[-1].send(json.dumps({"word": "here", "rank": number, "host": "a", "generation": 1}).encode())
-        assert until(lambda: len(server.lines) == 4)
+        assert until(lambda: len(server.connections) == 4)
         ranks[2].send(json.dumps({"word": "commit", "number": 1, "state": "set0.1"}).encode())
         for number in (2, 0, 3, 1):
             ranks[number].close()
@@ -340,8 +329,8 @@ def test_of_ranks_that_have_died_before_anybody_looked_the_first_is_named() -> N
             return len(job._vanished) == 4
 
         assert until(all_are_lost)
-    job._process.wait(20.0)
-    job._clear_up(server)
+    job._launcher._process.wait(20.0)
+    job._launcher.clear_up()
     join_readers(job)
     assert [job._vanished[line] for line in job._ended] == [2, 0, 3, 1]
     assert list(map(str, job.failures(lambda names: {}))) == ["rank 2 on a died"]
@@ -367,8 +356,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         process = subprocess.Popen([sys.executable, "-c", script, *arguments], pass_fds=[theirs.fileno()])
         theirs.close()
         ends.register(ours, select.EPOLLRDHUP | select.EPOLLET)
-        assert until(lambda: bool(server.lines))
-        with server.lines.pop() as line:
+        assert until(lambda: bool(server.connections))
+        with server.connections.pop() as line:
             ends.register(line, select.EPOLLRDHUP | select.EPOLLET)
             ours.send(b"!")
             assert process.wait(20.0) == -signal.SIGKILL
@@ -393,8 +382,8 @@ os.kill(os.getpid(), signal.SIGKILL)
             assert process.stdout is not None
             child = int(process.stdout.readline())
             try:
-                assert until(lambda: bool(server.lines))
-                with server.lines.pop() as line:
+                assert until(lambda: bool(server.connections))
+                with server.connections.pop() as line:
                     assert json.loads(line.receive(20.0))["word"] == "here"
                     with pytest.raises(EOFError):
                         line.receive(20.0)
@@ -416,9 +405,9 @@ def test_a_launcher_ends_with_an_ocommrun_that_was_killed() -> None:
 import os, signal
 from ocomm.launch.generations import Start
 from ocomm.launch.hosts import Host
-from ocomm.launch.supervise import _Job
-job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-print(job._process.pid, flush=True)
+from ocomm.launch.job import Job
+job = Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
+print(job._launcher._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
@@ -439,10 +428,9 @@ def heeds_interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_sigterm(asked: signal.Signals) -> None:
-    job = _Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
-    said = SimpleNamespace(asked_to_end=asked, generations=SimpleNamespace(committed=lambda number: None))
+    job = Job(["sleep", "60"], dict(os.environ), Start(1, (Host("a", 1),)), 10.0)
     with Server("127.0.0.1", b"key") as server:
-        status = job.watch(server, cast(Any, said))
+        status = watched(job, server, asked)
     join_readers(job)
     assert status == 128 + (signal.SIGINT if asked == signal.SIGINT else signal.SIGTERM)
 
@@ -450,7 +438,7 @@ def test_an_interrupt_is_passed_on_to_the_launcher_as_one_and_other_signals_as_s
 def test_a_name_that_is_not_utf_8_is_refused_and_the_script_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "_DISCOVERY_S", 0.05)
+    monkeypatch.setattr(discoveries, "PERIOD_S", 0.05)
     looks = tmp_path / "looks"
     discovery = Discovery(rf"echo >>{looks}; if [ -s {looks}.wrong ]; then printf 'h\303:2\n'; else echo a:2; fi", None)
     try:
@@ -478,7 +466,9 @@ def test_a_script_that_fails_at_first_ends_the_job_with_what_to_do(
         ("head -c 3000000 /dev/zero", 0o755, r"the output: a line of 3000000 characters, '.{160}'\.\.\., is no.*\."),
     ):
         (tmp_path / "hosts.sh").chmod(mode)
-        supervisor = Supervisor(LaunchRequest(1, ("true",)), launcher, limits, lambda names: [], script=script)
+        supervisor = Supervisor(
+            LaunchRequest(1, ("true",)), launcher, limits, lambda names: [], discovery=Discovery(script, None)
+        )
         whole = f"^--host-discovery-script {script}: {message} Nothing was started.$"
         with Server("127.0.0.1", b"key") as server, pytest.raises(LaunchError, match=whole):
             supervisor._run(server)
@@ -497,7 +487,7 @@ def has_ended(pid: int) -> bool:
 def test_a_script_that_hangs_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "_DISCOVERY_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(discoveries, "_TIMEOUT_S", 1.0)
     discovery = Discovery(script_with_a_child(tmp_path), None)
     try:
         assert until(lambda: discovery.has_looked and (tmp_path / "child").exists())
@@ -522,14 +512,14 @@ def test_a_script_ends_with_ocommrun(tmp_path: Path) -> None:
 def test_patience_ends_while_the_script_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise, "_DISCOVERY_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(discoveries, "_TIMEOUT_S", 5.0)
     launcher = Launcher(Flavour.OPEN_MPI_5, "mpirun", "5")
     limits = Limits(2, 1, patience_s=0.2, discovers=True)
-    supervisor = Supervisor(LaunchRequest(2, ("true",)), launcher, limits, lambda names: [], script="exec sleep 60")
+    discovery = Discovery("exec sleep 60", None)
+    supervisor = Supervisor(LaunchRequest(2, ("true",)), launcher, limits, lambda names: [], discovery=discovery)
     with Server("127.0.0.1", b"key") as server:
         assert supervisor._run(server) == 1
-    assert supervisor._discovery is not None
-    supervisor._discovery.close()
+    discovery.close()
     assert capsys.readouterr().err == (
         "ocommrun: the job ends: 0 slots are left, and at least 1 are needed; --host-discovery-script has not ended"
         " yet.\n"
