@@ -28,8 +28,7 @@ from ocomm.launch.hosts import (
     allocated_hosts,
     default_hostfile,
     is_in_allocation,
-    parse_hosts,
-    read_hostfile,
+    named_hosts,
     total_slots,
 )
 from ocomm.launch.output import make_folder, say
@@ -101,7 +100,7 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
 
     Raises LaunchError.
     """
-    named = _named_hosts(options)
+    named = named_hosts(options.hosts, options.hostfile)
     request, launcher = _request(options, environ)
     hosts = _hosts(named, options, environ, launcher)
     is_srun = launcher.flavour is Flavour.SRUN
@@ -136,7 +135,7 @@ def make_supervisor(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     LaunchError.
     """
     wanted = options.num_proc = options.num_proc or options.min_np
-    named = _named_hosts(options)
+    named = named_hosts(options.hosts, options.hostfile)
     request, launcher = _request(options, environ)
     least, most = options.min_np or wanted, options.max_np
     if not least <= wanted or (most is not None and wanted > most):
@@ -235,13 +234,6 @@ def _take_default_hosts(options: argparse.Namespace, environ: MutableMapping[str
         options.hostfile = default_hostfile(environ)
     for name in HOSTFILES:
         environ.pop(name, None)
-
-
-def _named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    """Returns the hosts that the user has named; none if there are none."""
-    if options.hosts is not None:
-        return parse_hosts(options.hosts)
-    return read_hostfile(options.hostfile) if options.hostfile is not None else ()
 
 
 def _hosts(

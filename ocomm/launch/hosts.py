@@ -41,6 +41,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return _collect((_parse_entry(entry, f"-H {text}: {entry!r}", _FORMAT) for entry in entries), f"-H {text}")
 
 
+def named_hosts(text: str | None, path: str | None) -> tuple[Host, ...]:
+    """Returns the hosts of ``-H``, or else of the host file at ``path``; none where the user has named none."""
+    return parse_hosts(text) if text is not None else read_hostfile(path) if path is not None else ()
+
+
 def is_in_allocation(environ: Mapping[str, str]) -> bool:
     """Returns True in a job of a batch system, which knows the hosts."""
     return any(name in environ for name in _ALLOCATIONS)

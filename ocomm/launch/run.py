@@ -18,7 +18,7 @@ from typing import Any
 from ocomm import as_horovod
 from ocomm.errors import LaunchError, PeerError, clause, in_words
 from ocomm.launch import reach
-from ocomm.launch.hosts import default_hostfile, is_in_allocation, parse_hosts, read_hostfile
+from ocomm.launch.hosts import default_hostfile, is_in_allocation, named_hosts
 from ocomm.launch.server import Server
 from ocomm.launch.task import KEY, MOST_BYTES
 from ocomm.runtime.authenticated_socket import AuthenticatedSocket, TamperedError, wait
@@ -128,7 +128,7 @@ def _outside_of_a_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _addresses(hosts: str | None, hostfile: str | None, interfaces: str | None) -> tuple[str, str]:
     """Returns the address at which this process listens, and the one to which ranks connect."""
-    named = parse_hosts(hosts) if hosts is not None else read_hostfile(hostfile) if hostfile is not None else ()
+    named = named_hosts(hosts, hostfile)
     states = reach.ask([host.name for host in named], None, None, _REACH_S, use_ssh=False)
     if all(state.is_local for state in states) and (named or not is_in_allocation(os.environ)):
         return "127.0.0.1", "127.0.0.1"
@@ -164,7 +164,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
             served.append(connection)
             with contextlib.suppress(OSError):  # the rank has ended or takes nothing: that is heard below
                 connection.send(task)
-        for ready in wait(served, 0.05) if served else _nap():
+        for ready in wait(served, 0.05):
             try:
                 message = ready.receive()
             except (TamperedError, TimeoutError) as error:
@@ -195,18 +195,10 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
     return [results[rank] for rank in range(ranks)]
 
 
-def _nap() -> list[AuthenticatedSocket]:
-    time.sleep(0.05)
-    return []
-
-
 def _end(job: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(_END_S)
-        return
-    job.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(_END_S)
-        return
-    job.kill()
+    for end in (job.terminate, job.kill):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(_END_S)
+            return
+        end()
     job.wait()
