@@ -29,6 +29,7 @@ from ocomm.launch.hosts import (
     default_hostfile,
     is_in_allocation,
     named_hosts,
+    require_slots,
     total_slots,
 )
 from ocomm.launch.output import make_folder, say
@@ -111,18 +112,18 @@ def plan(options: argparse.Namespace, environ: Mapping[str, str]) -> CommandLine
     ask = _asker(options, launcher, environ)
     states = ask([host.name for host in hosts])
     reach.require_reachable(states)
-    placed = reach.placed(request, hosts, states)
-    line = build(placed, launcher)
-    if not placed.spans_hosts:
+    spans_hosts = reach.spans_hosts(states, environ)
+    if not spans_hosts:
         require_program(_command(options), environ)
         require_script(_command(options))
     # Open MPI's launcher says by itself which rank of this machine has died, Hydra which process.
-    names_the_dead = launcher.flavour.is_open_mpi and not placed.spans_hosts
+    names_the_dead = launcher.flavour.is_open_mpi and not spans_hosts
     # Open MPI's launcher ends at a SIGHUP though nohup has switched that off.
     is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     if not hosts or is_srun or (names_the_dead and not options.watch and not is_under_nohup):
-        return line
+        return build(reach.placed(request, hosts, states), launcher)
     ranks = request.num_proc
+    require_slots(hosts, ranks)
     limits = Limits(ranks, ranks, ranks, resets=0, patience_s=math.inf)
     view = open_view() if options.watch else None
     return Supervisor(

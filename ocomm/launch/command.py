@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ocomm.errors import LaunchError
 from ocomm.launch.flavour import Flavour, Launcher
-from ocomm.launch.hosts import Host, is_in_allocation, place, total_slots
+from ocomm.launch.hosts import Host, is_in_allocation, place, require_slots
 from ocomm.mpi_settings import MPICH, MPICH_ON_ONE_HOST, OPEN_MPI
 from ocomm.torch_variables import exports
 
@@ -130,11 +130,7 @@ def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     """
     if not request.command:
         raise LaunchError("no program to start; write it after the flags, as in ocommrun -np 2 python train.py.")
-    if request.hosts and total_slots(request.hosts) < request.num_proc:
-        raise LaunchError(
-            f"-np asks for {request.num_proc} ranks, but the hosts take {total_slots(request.hosts)}: "
-            f"{','.join(map(str, request.hosts))}. Raise the numbers behind the colons or lower -np."
-        )
+    require_slots(request.hosts, request.num_proc)
     if request.prefix_timestamp and not launcher.flavour.is_open_mpi:
         raise LaunchError(
             f"-prefix-timestamp: {launcher} cannot print the time together with the rank; leave the flag out, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ocomm.errors import LaunchError
@@ -158,6 +158,15 @@ def parse_discovered(text: str, slots: int | None) -> tuple[Host, ...]:
 def total_slots(hosts: Iterable[Host]) -> int:
     """Returns the number of ranks that the hosts take together."""
     return sum(host.slots for host in hosts)
+
+
+def require_slots(hosts: Sequence[Host], ranks: int) -> None:
+    """Raises LaunchError if ``hosts`` take fewer ranks; none are the batch system's, which knows what they take."""
+    if hosts and total_slots(hosts) < ranks:
+        raise LaunchError(
+            f"-np asks for {ranks} ranks, but the hosts take {total_slots(hosts)}: {','.join(map(str, hosts))}. "
+            "Raise the numbers behind the colons or lower -np."
+        )
 
 
 def place(hosts: Iterable[Host], num_proc: int) -> tuple[Host, ...]:

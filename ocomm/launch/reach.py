@@ -104,6 +104,11 @@ def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
     return sorted(found, key=lambda address: address == "127.0.0.1")
 
 
+def spans_hosts(states: Sequence[HostState], environ: Mapping[str, str]) -> bool:
+    """Returns False if every rank runs on this machine. Without states, only the batch system knows the hosts."""
+    return not all(state.is_local for state in states) if states else is_in_allocation(environ)
+
+
 def placed(request: LaunchRequest, hosts: Sequence[Host], states: Sequence[HostState]) -> LaunchRequest:
     """Returns ``request`` on ``hosts``, of which ``states`` have been found out; none of both in an allocation that is
     left to the launcher. Raises LaunchError if this machine has no address on the interfaces of the request.
@@ -115,7 +120,7 @@ def placed(request: LaunchRequest, hosts: Sequence[Host], states: Sequence[HostS
         request,
         hosts=tuple(hosts),
         own_names=own_names(states),
-        spans_hosts=not all(state.is_local for state in states) if states else is_in_allocation(request.environ),
+        spans_hosts=spans_hosts(states, request.environ),
         torch_environ=environ,
     )
 

@@ -292,6 +292,32 @@ def test_ocommrun_supervises_a_launcher_that_would_not_obey_nohup(
     assert isinstance(cli.plan(options, variables), Supervisor) == is_supervised
 
 
+@pytest.mark.parametrize("flavour", [Flavour.OPEN_MPI_5, Flavour.MPICH])  # the second is supervised
+def test_hosts_that_take_too_few_ranks_are_refused_before_anything_starts(flavour, monkeypatch):
+    library = MpiLibrary("Open MPI" if flavour.is_open_mpi else "MPICH", "5.0", "")
+    monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (Launcher(flavour, "/bin/mpirun", "5.0"), library))
+    monkeypatch.setattr(cli.signal, "getsignal", lambda number: signal.SIG_DFL)
+    options = make_parser().parse_args(["-np", "3", "-H", "localhost:2", sys.executable, "-c", "pass"])
+    with pytest.raises(LaunchError, match=r"^-np asks for 3 ranks, but the hosts take 2: localhost:2\. "):
+        cli.plan(options, {})
+
+
+def test_a_command_line_is_built_once_and_what_a_launcher_cannot_do_is_said_of_a_supervised_job_too(
+    monkeypatch, capsys
+):
+    launcher, library = Launcher(Flavour.MPICH, "/bin/mpirun", "5.0"), MpiLibrary("MPICH", "5.0", "")
+    monkeypatch.setattr(cli, "_find_mpi", lambda python, environ: (launcher, library))
+    monkeypatch.setattr(cli, "build", lambda request, launcher: pytest.fail("the supervisor builds it"))
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        assert main(["-np", "1", "-H", "localhost:1", "-prefix-timestamp", sys.executable, "-c", "pass"]) == 1
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert "-prefix-timestamp: MPICH 5.0 cannot print the time together with the rank" in capsys.readouterr().err
+
+
 def test_an_elastic_job_in_an_allocation_is_told_how_to_name_its_hosts(monkeypatch, tmp_path):
     library = MpiLibrary("Open MPI", "5.0", "")
     launcher = Launcher(Flavour.OPEN_MPI_5, "/bin/mpirun", "5.0")
