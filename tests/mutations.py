@@ -688,6 +688,13 @@ MUTATIONS = [
         "unit/test_supervisor.py",
     ),
     Mutation(
+        "launch: a launcher whose rank has died may run for ever",
+        "ocomm/launch/reports.py",
+        "if self.failed or has_died:",
+        "if self.failed:",
+        "unit/test_reports.py",
+    ),
+    Mutation(
         "launch: the children of a discovery script that hangs are not killed",
         "ocomm/launch/discovery.py",
         "start_new_session=True,  # so that it can be ended",

@@ -87,17 +87,11 @@ def address_of(interfaces: Sequence[str]) -> str:
     )
 
 
-def own_addresses(hosts: Mapping[str, bool]) -> list[str]:
-    """Returns the addresses at which ``hosts`` reach this machine, 127.0.0.1 last.
-
-    Args:
-        hosts: Names of hosts, and whether each is this machine.
-    """
+def own_addresses(states: Sequence[HostState]) -> list[str]:
+    """Returns the addresses at which hosts reach this machine, 127.0.0.1 last."""
     found: list[str] = []
-    for name, is_local in hosts.items():
-        address = "127.0.0.1"
-        if not is_local:
-            address = own_address(name) or socket.gethostname()
+    for state in states:
+        address = "127.0.0.1" if state.is_local else own_address(state.name) or socket.gethostname()
         if address not in found:
             found.append(address)
     # On other hosts 127.0.0.1 is not this machine, so they must not try it first.
@@ -113,32 +107,25 @@ def placed(request: LaunchRequest, hosts: Sequence[Host], states: Sequence[HostS
     """Returns ``request`` on ``hosts``, of which ``states`` have been found out; none of both in an allocation that is
     left to the launcher. Raises LaunchError if this machine has no address on the interfaces of the request.
     """
-    environ = request.torch_environ
-    if environ is not None:
-        environ = _torch_environ(hosts[0].name if hosts else "", states, request.interfaces, request.environ)
     return replace(
         request,
         hosts=tuple(hosts),
         own_names=own_names(states),
         spans_hosts=spans_hosts(states, request.environ),
-        torch_environ=environ,
+        torch_environ=None if request.torch_environ is None else _torch_environ(request, hosts, states),
     )
 
 
-def _torch_environ(
-    first: str, states: Sequence[HostState], interfaces: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Returns MASTER_ADDR and MASTER_PORT, with a free port of rank 0's host ``first``, except those that the user has
-    set; none if that host is not this machine, because ``init()`` chooses them then.
+def _torch_environ(request: LaunchRequest, hosts: Sequence[Host], states: Sequence[HostState]) -> dict[str, str]:
+    """Returns MASTER_ADDR and MASTER_PORT, with a free port of rank 0's host, except those that the user has set; none
+    if that host is not this machine, because ``init()`` chooses them then.
     """
-    hosts = {state.name: state.is_local for state in states}
-    if not hosts.get(first):
+    if not hosts or hosts[0].name not in own_names(states):
         return {}
-    others = {name: is_local for name, is_local in hosts.items() if not is_local}
     address = "127.0.0.1"
-    if others:
-        address = address_of(interfaces) if interfaces else own_addresses(others)[0]
-    return missing(environ, dict(zip(MASTER, (address, str(free_port())), strict=True)))
+    if others := [state for state in states if not state.is_local]:
+        address = address_of(request.interfaces) if request.interfaces else own_addresses(others)[0]
+    return missing(request.environ, dict(zip(MASTER, (address, str(free_port())), strict=True)))
 
 
 def _network(text: str) -> ipaddress.IPv4Network:

@@ -179,6 +179,7 @@ class Supervisor:
         request = reach.placed(self._of_generation(step, states, port), step.hosts, states)
         line = build(request, self.launcher)
         if self.commits is not None:
+            self.commits.hosts |= {state.name: state.is_local for state in states}
             say(f"generation {step.number}: {request.num_proc} ranks on {','.join(map(str, step.hosts))}")
         if self._verbose:
             say(str(line))
@@ -193,13 +194,11 @@ class Supervisor:
 
     def _of_generation(self, step: Start, states: Sequence[HostState], port: int) -> LaunchRequest:
         """Returns what to start as a generation, whose ranks connect to ``port``."""
-        hosts = {state.name: state.is_local for state in states}
         address = self._listens_at()
-        addresses = reach.own_addresses(hosts) if address == ALL_ADDRESSES else [address]
+        addresses = reach.own_addresses(states) if address == ALL_ADDRESSES else [address]
         settings = {_GENERATION: str(step.number), _SUPERVISOR: ",".join(f"{name}:{port}" for name in addresses)}
         output = self.request.output_directory
         if self.commits is not None:
-            self.commits.hosts |= hosts
             settings = {FOLDER: self.commits.path, **settings}
             output = output and os.path.join(output, f"generation.{step.number}")
         return replace(
