@@ -117,10 +117,8 @@ class CommandLine:
 
     def __str__(self) -> str:
         """Returns the line as it can be pasted into a shell."""
-        return " ".join([f"{name}={shlex.quote(value)}" for name, value in self.added_environ.items()] + [self._argv()])
-
-    def _argv(self) -> str:
-        return shlex.join(self.argv)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.added_environ.items()]
+        return " ".join([*variables, shlex.join(self.argv)])
 
 
 def build(request: LaunchRequest, launcher: Launcher) -> CommandLine:
@@ -181,7 +179,6 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if "SLURM_EXPORT_ENV" in request.environ:
         # What sbatch --export=NONE sets. The launcher starts its daemons by srun, which would not find their libraries.
         added["SLURM_EXPORT_ENV"] = "ALL"
-    added |= _nccl_interfaces(request)
     if not request.spans_hosts:
         added |= request.loopback
 
@@ -240,7 +237,10 @@ def _named_as_here(request: LaunchRequest) -> tuple[Host, ...]:
 
 def _common(request: LaunchRequest) -> dict[str, str]:
     """Returns the variables that all ranks get, under every launcher."""
-    return {**request.settings, **(request.torch_environ or {})}
+    # NCCL takes names of interfaces, but no networks.
+    names = ",".join(name for name in request.interfaces if "/" not in name)
+    nccl = {"NCCL_SOCKET_IFNAME": names} if names else {}
+    return {**request.settings, **(request.torch_environ or {}), **nccl}
 
 
 def _open_mpi_output(request: LaunchRequest, five: bool) -> list[str]:
@@ -272,12 +272,6 @@ def _transport(request: LaunchRequest, five: bool) -> list[tuple[str, str]]:
 def _tcp_interfaces(request: LaunchRequest) -> list[tuple[str, str]]:
     interfaces = request.interfaces if request.spans_hosts else ("lo",) if request.tcp_only else ()
     return [("btl_tcp_if_include", ",".join(interfaces))] if interfaces else []
-
-
-def _nccl_interfaces(request: LaunchRequest) -> dict[str, str]:
-    # NCCL takes names of interfaces, but no networks.
-    names = [name for name in request.interfaces if "/" not in name]
-    return {"NCCL_SOCKET_IFNAME": ",".join(names)} if names else {}
 
 
 def _chosen_by_user(request: LaunchRequest, parameter: str) -> bool:
@@ -314,7 +308,6 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             added["I_MPI_FABRICS"] = "ofi"
         elif request.spans_hosts:
             added["UCX_TLS"] = "tcp,self"  # not on one host, whose ranks UCX does not reach over loopback
-    added |= _nccl_interfaces(request)
     if not request.spans_hosts:
         added |= _unset(request, MPICH_ON_ONE_HOST)
         added |= request.loopback
@@ -384,7 +377,6 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         added |= _unset(request, MPICH)
     if request.tcp_only and not open_mpi:
         added |= {"FI_PROVIDER": "tcp"}
-    added |= _nccl_interfaces(request)
 
     argv = [launcher.path, f"--ntasks={request.num_proc}"]
     if request.hosts:

@@ -148,7 +148,9 @@ def find_launcher(python: str, environ: Mapping[str, str]) -> Launcher:
     )
 
 
-def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def probe(
+    command: Sequence[str], environ: Mapping[str, str], stderr: int = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """Runs a command that examines this installation in a process of its own, so that a library that crashes while it
     is loaded only ends that process.
 
@@ -158,7 +160,8 @@ def probe(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Comp
         command,
         env=dict(environ),
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=PROBE_TIMEOUT_S,
     )
@@ -202,15 +205,7 @@ def _asked(path: str, environ: Mapping[str, str]) -> Launcher:
     try:
         # Intel's mpirun is a script that looks for mpiexec.hydra on PATH, though it lies beside it.
         search = os.pathsep.join(filter(None, (os.path.dirname(path), environ.get("PATH", ""))))
-        done = subprocess.run(
-            [path, "--version"],
-            env={**environ, "PATH": search},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
+        done = probe([path, "--version"], {**environ, "PATH": search}, subprocess.STDOUT)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{path} --version did not end within {PROBE_TIMEOUT_S:.0f} s.") from None
     except OSError as error:
