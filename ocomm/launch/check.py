@@ -40,11 +40,12 @@ def report(python: str, environ: Mapping[str, str]) -> tuple[str, bool]:
     installed.
     """
     driver = _cuda_driver()
+    native = _loaded(python, environ, "-c", "import ocomm._native")
     sections = {
         "Available Frameworks": [_framework(*names) for names in _FRAMEWORKS],
         "Available Controllers": _controllers(python, environ),
         "Available Tensor Operations": [
-            _tried("native CPU kernels (ocomm._native)", python, environ, "import ocomm._native", needed=True),
+            Item("native CPU kernels (ocomm._native)", native.yes, "" if native.yes else native.why, needed=True),
             *_gpu(
                 driver,
                 _numba_cuda(python, environ, driver.found),
@@ -98,18 +99,14 @@ def _controllers(python: str, environ: Mapping[str, str]) -> list[Item]:
     return items
 
 
-def _tried(
-    name: str, python: str, environ: Mapping[str, str], code: str, detail: str = "", needed: bool = False
-) -> Item:
-    """Returns an item that is found if ``code`` runs."""
+def _loaded(python: str, environ: Mapping[str, str], *words: str) -> ProbeResult:
+    """Returns whether Python runs ``words`` without an error, and the last line of what it says."""
     try:
-        done = probe([python, "-c", code], environ)
+        done = probe([python, *words], environ)
     except subprocess.TimeoutExpired:
-        return Item(name, False, f"importing it did not end within {PROBE_TIMEOUT_S:.0f} s", needed)
-    if done.returncode == 0:
-        return Item(name, True, detail, needed)
-    reason = (done.stderr.strip().splitlines() or [f"importing it ended with exit code {done.returncode}"])[-1]
-    return Item(name, False, reason, needed)
+        return ProbeResult(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
+    said = done.stdout.strip() or done.stderr.strip() or f"loading it ended with exit code {done.returncode}"
+    return ProbeResult(done.returncode == 0, said.splitlines()[-1])
 
 
 def _gpu(
@@ -135,12 +132,7 @@ def _gpu(
 def _nccl(python: str, environ: Mapping[str, str]) -> ProbeResult:
     if environ.get("OCOMM_NCCL") == "0":
         return ProbeResult(False, "OCOMM_NCCL=0")
-    try:
-        done = probe([python, "-m", "ocomm.transport.nccl"], environ)
-    except subprocess.TimeoutExpired:
-        return ProbeResult(False, f"loading it did not end within {PROBE_TIMEOUT_S:.0f} s")
-    said = done.stdout.strip() or done.stderr.strip() or f"loading it ended with exit code {done.returncode}"
-    return ProbeResult(done.returncode == 0, said.splitlines()[-1])
+    return _loaded(python, environ, "-m", "ocomm.transport.nccl")
 
 
 def _device_messages(python: str, environ: Mapping[str, str]) -> ProbeResult:
@@ -172,4 +164,5 @@ def _numba_cuda(python: str, environ: Mapping[str, str], is_device: bool) -> Ite
     code = "from ocomm.kernels.cuda import require_compiler; require_compiler()"
     if is_device:
         code = "from ocomm.kernels.cuda_device import CudaDevice; CudaDevice(0).require_kernels()"
-    return _tried(name, python, environ, code, version)
+    kernels = _loaded(python, environ, "-c", code)
+    return Item(name, kernels.yes, version if kernels.yes else kernels.why)
