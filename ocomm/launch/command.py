@@ -170,8 +170,6 @@ def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "")
 
 def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     five = launcher.flavour is Flavour.OPEN_MPI_5
-    runtime_flag = "--prtemca" if five else "--mca"  # the launcher's own parameters, apart from the library's in 5
-    ssh = "plm_ssh" if five else "plm_rsh"
     added = _common(request)
     if request.is_root:
         # Containers run as root. The launcher refuses to do so unless both variables are set.
@@ -190,30 +188,18 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.num_proc > request.num_cores and not request.spans_hosts:
         argv += ["--oversubscribe"]
     # Open MPI 5 never closes the pipe that is rank 0's standard input, so a script that reads from it would hang.
-    argv += ["--stdin", "none"]
-    argv += _open_mpi_output(request, five)
+    argv += ["--stdin", "none", *_open_mpi_output(request, five)]
 
-    parameters = [*_transport(request, five), *OPEN_MPI.items(), *_tcp_interfaces(request)]
-    for name, value in parameters:
-        if not _chosen_by_user(request, name):
-            argv += ["--mca", name, value]
-    runtime_parameters = []
-    if request.interfaces and request.spans_hosts:
-        runtime_parameters.append(("prte_if_include" if five else "oob_tcp_if_include", ",".join(request.interfaces)))
-    if ssh_args := _ssh_args(request):
-        runtime_parameters.append((f"{ssh}_args", shlex.join(ssh_args)))
-    if len(request.hosts) >= _MANY_HOSTS:
-        runtime_parameters += [
-            (f"{ssh}_no_tree_spawn", "1"),
-            (f"{ssh}_num_concurrent", str(len(request.hosts))),
-        ]
-    for name, value in runtime_parameters:
-        if not _chosen_by_user(request, name):
-            argv += [runtime_flag, name, value]
+    library = [*_transport(request, five), *OPEN_MPI.items(), *_tcp_interfaces(request)]
+    # In 5 the launcher has parameters of its own, apart from the library's.
+    own = _launcher_parameters(request, five)
+    for flag, parameters in (("--mca", library), ("--prtemca" if five else "--mca", own)):
+        for name, value in parameters:
+            if not _chosen_by_user(request, name):
+                argv += [flag, name, value]
 
     if request.spans_hosts:
-        for name in exported_names({**request.environ, **added}):
-            argv += ["-x", name]
+        argv += [word for name in exported_names({**request.environ, **added}) for word in ("-x", name)]
     # Where the folder cannot be made the launcher starts nothing, and ends with status 0 (seen with 5.0.11). Over hosts
     # each has its own.
     folder = None if request.spans_hosts else request.output_directory
@@ -222,6 +208,19 @@ def _open_mpi(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if five:
         argv = [f"-{word}" if _TWO_DASHES.fullmatch(word) else word for word in argv]
     return CommandLine((*argv, *_command(request, "OMPI_COMM_WORLD_RANK")), added, folder, may_hang)
+
+
+def _launcher_parameters(request: LaunchRequest, five: bool) -> list[tuple[str, str]]:
+    """Returns the parameters by which Open MPI's launcher reaches its daemons on other hosts."""
+    ssh = "plm_ssh" if five else "plm_rsh"
+    parameters = []
+    if request.interfaces and request.spans_hosts:
+        parameters.append(("prte_if_include" if five else "oob_tcp_if_include", ",".join(request.interfaces)))
+    if ssh_args := _ssh_args(request):
+        parameters.append((f"{ssh}_args", shlex.join(ssh_args)))
+    if len(request.hosts) >= _MANY_HOSTS:
+        parameters += [(f"{ssh}_no_tree_spawn", "1"), (f"{ssh}_num_concurrent", str(len(request.hosts)))]
+    return parameters
 
 
 def _named_as_here(request: LaunchRequest) -> tuple[Host, ...]:
@@ -299,23 +298,7 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
             f"--mpi-args: {strange} is an option of Open MPI's launcher, and {launcher} starts this job. Leave it out: "
             "ranks may be more than cores, and have ocommrun's environment, on other hosts too."
         )
-    added = _common(request)
-    if not intel:
-        added |= _unset(request, MPICH)
-    if request.tcp_only:
-        added["FI_PROVIDER"] = "tcp"
-        if intel:
-            added["I_MPI_FABRICS"] = "ofi"
-        elif request.spans_hosts:
-            added["UCX_TLS"] = "tcp,self"  # not on one host, whose ranks UCX does not reach over loopback
-    if not request.spans_hosts:
-        added |= _unset(request, MPICH_ON_ONE_HOST)
-        added |= request.loopback
-    # -genv sets variables, too, but I_MPI_PIN=0 would win over an I_MPI_PIN_DOMAIN.
-    asked = [*request.environ, *request.mpi_args]
-    if intel and request.binding_args is None and not any(word.startswith("I_MPI_PIN") for word in asked):
-        added["I_MPI_PIN"] = "0"
-
+    added = _hydra_environ(request, intel)
     options = ["-prepend-rank"]
     if request.output_directory is not None:
         options += [
@@ -350,6 +333,26 @@ def _hydra(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     return CommandLine((launcher.path, *argv), added, request.output_directory)
 
 
+def _hydra_environ(request: LaunchRequest, intel: bool) -> dict[str, str]:
+    added = _common(request)
+    if not intel:
+        added |= _unset(request, MPICH)
+    if request.tcp_only:
+        added["FI_PROVIDER"] = "tcp"
+        if intel:
+            added["I_MPI_FABRICS"] = "ofi"
+        elif request.spans_hosts:
+            added["UCX_TLS"] = "tcp,self"  # not on one host, whose ranks UCX does not reach over loopback
+    if not request.spans_hosts:
+        added |= _unset(request, MPICH_ON_ONE_HOST)
+        added |= request.loopback
+    # -genv sets variables, too, but I_MPI_PIN=0 would win over an I_MPI_PIN_DOMAIN.
+    asked = [*request.environ, *request.mpi_args]
+    if intel and request.binding_args is None and not any(word.startswith("I_MPI_PIN") for word in asked):
+        added["I_MPI_PIN"] = "0"
+    return added
+
+
 def _unset(request: LaunchRequest, variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in request.environ}
 
@@ -378,19 +381,7 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
     if request.tcp_only and not open_mpi:
         added |= {"FI_PROVIDER": "tcp"}
 
-    argv = [launcher.path, f"--ntasks={request.num_proc}"]
-    if request.hosts:
-        placed = place(request.hosts, request.num_proc)
-        if len({host.slots for host in placed}) != 1:
-            raise LaunchError(
-                f"-H {','.join(map(str, request.hosts))}: srun puts the same number of ranks on each host; give "
-                f"each the same number, or leave -H out and let the allocation decide."
-            )
-        argv += [
-            f"--nodelist={','.join(host.name for host in placed)}",
-            f"--nodes={len(placed)}",
-            f"--ntasks-per-node={placed[0].slots}",
-        ]
+    argv = [launcher.path, f"--ntasks={request.num_proc}", *_srun_hosts(request)]
     # Without these flags the other ranks wait for a rank that has died, and Ctrl-C only prints their state.
     argv += [f"--mpi={'pmix' if open_mpi else 'pmi2'}", "--kill-on-bad-exit=1", "--quit-on-interrupt", "--input=none"]
     argv += ["--export=ALL", "--label"]
@@ -402,6 +393,19 @@ def _srun(request: LaunchRequest, launcher: Launcher) -> CommandLine:
         ]
     command = _command(request, "SLURM_PROCID")
     return CommandLine((*argv, *request.mpi_args, *command), added, request.output_directory)
+
+
+def _srun_hosts(request: LaunchRequest) -> list[str]:
+    if not request.hosts:
+        return []
+    placed = place(request.hosts, request.num_proc)
+    if len({host.slots for host in placed}) != 1:
+        raise LaunchError(
+            f"-H {','.join(map(str, request.hosts))}: srun puts the same number of ranks on each host; give "
+            f"each the same number, or leave -H out and let the allocation decide."
+        )
+    names = ",".join(host.name for host in placed)
+    return [f"--nodelist={names}", f"--nodes={len(placed)}", f"--ntasks-per-node={placed[0].slots}"]
 
 
 def _ssh_args(request: LaunchRequest) -> list[str]:
