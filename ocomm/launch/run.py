@@ -30,7 +30,7 @@ _END_S = 10.0
 #: Seconds for looking up the names of hosts.
 _REACH_S = 15.0
 #: Text in the traceback of a rank that failed because another rank did.
-_HEARSAY = f"{PeerError.__name__}: "
+_CONSEQUENCE = f"{PeerError.__name__}: "
 
 
 def run(
@@ -157,10 +157,11 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     served: list[AuthenticatedSocket] = []
-    gone: set[int] = set()
+    begun = 0  # connections that have been given the task
     ended_at: float | None = None
     while len(results) < ranks:
-        for connection in [c for c in list(server.connections) if c not in served and id(c) not in gone]:
+        for connection in server.connections[begun:]:
+            begun += 1
             served.append(connection)
             with contextlib.suppress(OSError):  # the rank has ended or takes nothing: that is heard below
                 connection.send(task)
@@ -171,7 +172,6 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
                 raise LaunchError(f"the connection to a rank cannot be used any more: {clause(error)}.") from None
             except (EOFError, OSError):
                 served.remove(ready)
-                gone.add(id(ready))
                 continue
             try:
                 kind, rank, content = pickle.loads(message)
@@ -183,7 +183,7 @@ def _collect(job: subprocess.Popen[bytes], server: Server, task: bytes, ranks: i
                 results[rank] = content
         if failures:
             # The news of a rank that failed because another did may arrive first.
-            rank = min(failures, key=lambda rank: (_HEARSAY in failures[rank], rank))
+            rank = min(failures, key=lambda rank: (_CONSEQUENCE in failures[rank], rank))
             raise LaunchError(f"rank {rank} failed:\n{failures[rank]}")
         status = job.poll()
         if status is not None and len(results) < ranks:
