@@ -78,7 +78,7 @@ PROGRAMS := collectives torch_compressed torch_dense torch_diloco torch_distribu
 test-fast: install
 	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' $(FAST)
 
-test: install $(STAMP)-ptx
+test: install
 	$(PY) -m pytest $(TOGETHER) -m 'not alone and not long' tests
 	$(PY) -m pytest -q -m 'alone and not long' $(ALONE)
 	NUMBA_ENABLE_CUDASIM=1 $(PY) -m pytest $(TOGETHER) --no-header -m 'not long' $(SIMULATED)

@@ -41,6 +41,22 @@ def _no_session_left_behind() -> Iterator[None]:
     assert not sessions.current().is_initialized, "a test left its session running"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``short`` the other cases are ``long``."""
+    marked, short = set(), set()
+    for item in items:
+        if marker := item.get_closest_marker("short"):
+            test, _, case = item.nodeid.partition("[")
+            marked.add(test)
+            if any(part in case for part in marker.args):
+                short.add(test)
+            else:
+                item.add_marker(pytest.mark.long)
+    if (wrong := marked - short) and not any("[" in chosen for chosen in config.args):
+        raise pytest.UsageError(f"no case has what its mark `short` says: {sorted(wrong)}")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Under mpirun a test for another number of ranks is skipped by ``run_ranks``, and here before it works out what to
     expect."""

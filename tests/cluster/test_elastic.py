@@ -221,6 +221,7 @@ ocomm.init()
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(why_not()), reason=f"no lab: {why_not()}")
 def test_a_job_of_several_hosts_goes_on_without_the_one_whose_rank_was_killed() -> None:
     """The long run, with stops and cuts: chaos_elastic.py."""

@@ -48,6 +48,7 @@ def test_two_teams_train_beside_each_other_with_one_framework_in_each_process() 
     assert of_keras[5] != of_torch[5]
 
 
+@pytest.mark.long
 def test_ranks_of_both_frameworks_train_one_model() -> None:
     table = run(2, "--one-model", "--epochs", "2", "--freeze-step", "12")
     assert [table[name][1] for name in ("Keras, 1-bit Adam", "Torch, 1-bit Adam")] == ["tensorflow", "torch"]

@@ -123,6 +123,7 @@ def test_a_script_may_keep_its_import_of_horovod(tmp_path: Path) -> None:
         assert line in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_script_that_calls_horovods_run_has_its_names_on_the_ranks(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -38,24 +38,29 @@ ONLY_WRITE, ONLY_READ = {"unpack", "unpack_codes"}, {"finite"}
 RARE = {"sum_words", "sum_squares", "sum_buckets", "reduce_low", "reduce_double", "reduce_whole"}
 
 
+@pytest.mark.long
 def test_whole_blocks_are_read_and_written_16_bytes_at_a_time(rows: list[ptx.Row]) -> None:
     assert {row.kernel for row in rows} == set(loops.KERNELS)
     assert {row.kernel for row in rows if not row.vector_loads} == ONLY_WRITE | RARE
     assert {row.kernel for row in rows if not row.vector_stores} == ONLY_READ | RARE
 
 
+@pytest.mark.long
 def test_gradients_of_16_bits_are_read_four_at_a_time(rows: list[ptx.Row]) -> None:
     assert {row.kernel for row in rows if row.low_loads} == LOW
 
 
+@pytest.mark.long
 def test_nothing_lives_in_local_memory(rows: list[ptx.Row]) -> None:
     assert not [row for row in rows if row.local]
 
 
+@pytest.mark.long
 def test_no_product_may_be_fused_with_a_sum(rows: list[ptx.Row]) -> None:
     assert not [row for row in rows if row.fused]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(ptx.assembler() is None, reason="no ptxas: pip install nvidia-cuda-nvcc")
 def test_four_thread_blocks_share_a_multiprocessor_without_spills(rows: list[ptx.Row]) -> None:
     for row in rows:

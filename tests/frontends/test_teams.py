@@ -168,8 +168,8 @@ PAIRS: dict[str, tuple[Callable[[ProcessSet], Any], Callable[[ProcessSet], Any]]
 }
 
 
-#: In every run: ``fit`` and a loop in a graph, dense and 1-bit. The others have the same path through a process set.
-SOME = ("dense", "tape and Adasum", "1-bit Adam")
+#: In every run: ``fit``, dense and 1-bit. The others have the same path through a process set.
+SOME = ("dense", "1-bit Adam")
 
 
 @pytest.mark.parametrize("pair", few(PAIRS, SOME))

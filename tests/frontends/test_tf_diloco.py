@@ -123,7 +123,7 @@ def simulated(
             ("all of it", 2, True),
             ("all of it", 2, False),
         ],
-        [("plain", 2, False), ("plain", 4, True), ("fragments, 4 bits", 2, True), ("all of it", 2, True)],
+        [("plain", 2, False), ("fragments, 4 bits", 2, True)],
     ),
 )
 def test_it_equals_the_simulation_after_each_step(form: str, ranks: int, in_graph: bool) -> None:
@@ -138,7 +138,7 @@ def test_it_equals_the_simulation_after_each_step(form: str, ranks: int, in_grap
 
 @pytest.mark.parametrize(
     ("form", "in_graph"),
-    few(itertools.product(FORMS, [False, True]), lambda form, in_graph: in_graph or form == "plain"),
+    few(itertools.product(FORMS, [False, True]), lambda form, in_graph: form == "plain" and not in_graph),
 )
 def test_anchors_keep_to_the_constraints_of_variables(form: str, in_graph: bool) -> None:
     constraint, outer_lr = keras.constraints.MaxNorm(0.5), 1.5  # so that a sync steps beyond it
@@ -172,6 +172,7 @@ def test_between_syncs_nothing_is_sent() -> None:
         assert [nbytes > 0 for nbytes in sent] == [False, False, False, True] * 2
 
 
+@pytest.mark.short("False")
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_gradients_that_are_not_finite_change_nothing_but_the_count(in_graph: bool) -> None:
     def body(session: Session) -> None:
@@ -196,6 +197,7 @@ def test_gradients_that_are_not_finite_change_nothing_but_the_count(in_graph: bo
     run_ranks(2, body)
 
 
+@pytest.mark.short("False")
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_sync_of_what_is_not_finite_returns_all_ranks_to_the_anchors(in_graph: bool) -> None:
     def body(session: Session) -> None:

@@ -88,6 +88,7 @@ open(f"{sys.argv[1]}.{hvd.rank()}", "w").write(json.dumps(results))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(MPI_SIZE > 0, reason="starts jobs of its own")
 @pytest.mark.parametrize(
     "ways", [["1-bit Adam"], pytest.param(["dense", "0/1 Adam", "Lion", "DiLoCo"], marks=pytest.mark.long)]

@@ -14,6 +14,7 @@ from tests.worlds import MPI_SIZE
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(MPI_SIZE), reason="it starts a process that is alone")
 @pytest.mark.parametrize("tier", ["not long", pytest.param("long", marks=pytest.mark.long)])
 def test_variables_on_gpus_are_trained_there(tier: str, tmp_path: Path) -> None:

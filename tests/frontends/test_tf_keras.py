@@ -91,6 +91,7 @@ def alone() -> tuple[list[np.ndarray], list[float]]:
 
 
 class TestFit:
+    @pytest.mark.long
     @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
     def test_ranks_together_learn_what_one_process_learns(self, size: int, alone: Any) -> None:
         def body(session: Session) -> Any:
@@ -113,6 +114,8 @@ class TestFit:
         assert own_loss < 1.1 * alone[1][0] and own_accuracy > alone[1][1] - 0.005
         assert own_accuracy > 0.85
 
+    @pytest.mark.long
+    @pytest.mark.short("decay and fp16")
     @pytest.mark.parametrize(
         "make",
         [
@@ -147,6 +150,7 @@ class TestFit:
         assert_equal([weights for weights, _ in results])
         assert results[0][1] > 0.3
 
+    @pytest.mark.short("1 bit")
     @pytest.mark.parametrize(
         "make",
         [
@@ -189,6 +193,7 @@ class TestFit:
         ran = [n for name, n in engine.runs().items() if name.startswith("once")]
         assert sum(ran) == here * 4 * (1408 // BATCH // 4)
 
+    @pytest.mark.long
     def test_summed_passes_are_one_larger_batch(self) -> None:
         def body(session: Session) -> Any:
             summed, averaged, plain = (
@@ -313,6 +318,7 @@ class TestFit:
 
         run_ranks(2, body)
 
+    @pytest.mark.short("24 and 8 rows")
     @pytest.mark.parametrize("split", [[0, 24], [0, 0]], ids=["24 and 8 rows", "no and 32 rows"])
     def test_batch_statistics_keep_their_digits_where_the_mean_is_large(self, split: list[int]) -> None:
         def body(session: Session) -> None:
@@ -341,6 +347,7 @@ class TestFit:
 
         run_ranks(2, body)
 
+    @pytest.mark.long
     def test_second_derivatives_are_those_of_all_ranks_batches(self) -> None:
         x, w, v = np.random.default_rng(5).standard_normal((3, 8, 3))
 
@@ -374,6 +381,8 @@ def adam(rate: float = 3e-3, **options: Any) -> Any:
 
 
 class TestCompressed:
+    @pytest.mark.long
+    @pytest.mark.short("1-bit Adam")
     @pytest.mark.parametrize(
         ("make", "ratio"),
         [
@@ -473,6 +482,7 @@ class TestCompressed:
 
         run_ranks(2, body)
 
+    @pytest.mark.long
     def test_schedules_accumulation_and_averages_of_keras(self) -> None:
         def body(session: Session) -> Any:
             rate = keras.optimizers.schedules.ExponentialDecay(3e-3, 10, 0.9)
@@ -515,6 +525,7 @@ class TestCompressed:
 
         run_ranks(2, body)
 
+    @pytest.mark.long
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
     @pytest.mark.parametrize(
         "wrap", [partial(hvd.DistributedOneBitAdam, freeze_step=10), *few([hvd.DistributedZeroOneAdam], [])]
@@ -614,6 +625,7 @@ class TestCopies:
 
 
 class TestSaving:
+    @pytest.mark.long
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
     def test_a_saved_model_goes_on_with_and_without_ocomm(self, tmp_path: Path) -> None:
         def body(session: Session) -> None:
@@ -640,6 +652,7 @@ class TestSaving:
         done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=200)
         assert done.stdout.split() == ["True", "22", "False"], done.stderr
 
+    @pytest.mark.short("1-bit Adam")
     @pytest.mark.skipif(MPI_SIZE > 0, reason="one process is enough")
     @pytest.mark.parametrize(
         ("make", "wrap"),
@@ -671,6 +684,7 @@ class TestSaving:
 
 
 class TestTape:
+    @pytest.mark.long
     def test_a_loop_in_a_graph_trains_equal_replicas(self, alone: Any) -> None:
         def body(session: Session) -> Any:
             model, optimizer, criterion = make_model(hvd.rank() + 1), keras.optimizers.Adam(3e-3), loss()

@@ -52,6 +52,7 @@ def _without_extension(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @WAYS
 class TestCollectives:
+    @pytest.mark.short("graph")
     def test_every_dtype(self, way: Any) -> None:
         def body(session: Session) -> None:
             me = hvd.rank()
@@ -113,6 +114,7 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    @pytest.mark.short("graph")
     def test_gradients_follow_horovod(self, way: Any) -> None:
         def body(session: Session) -> None:
             me = hvd.rank()
@@ -138,6 +140,7 @@ class TestCollectives:
 
         run_ranks(2, body)
 
+    @pytest.mark.short("numpy_function")
     def test_second_derivatives_are_those_of_all_ranks_together(self, way: Any) -> None:
         # The call; a matrix of its results on both ranks; by what Horovod's gradient is larger than that of the sum of
         # all ranks' losses, in the first and in the second backward pass.
@@ -299,6 +302,7 @@ class TestErrors:
 
         run_ranks(2, body)
 
+    @pytest.mark.long
     @pytest.mark.skipif(MPI_SIZE > 0, reason="starts a process of its own")
     def test_no_compiler_is_needed(self) -> None:
         program = (

@@ -203,6 +203,7 @@ class TestResults:
         picked = turns(NUMBERS, DIMENSIONS, list(REDUCTIONS))
         compare(way, 2, [reductions(*case, grouped) for case in picked])
 
+    @pytest.mark.short("function")
     @ways
     def test_what_moves_is_what_was_sent(self, way: Any) -> None:
         compare(way, 2, [moved(*case) for case in turns(EVERY, DIMENSIONS, MOVES)])
@@ -283,6 +284,7 @@ class TestResults:
 
 
 class TestGradients:
+    @pytest.mark.short("function")
     @sizes
     @ways
     def test_gradients_are_horovods(self, way: Any, size: int) -> None:
@@ -333,6 +335,7 @@ class TestGradients:
 
 
 class TestSlices:
+    @pytest.mark.short("function")
     @pytest.mark.parametrize("grouped", [False, True], ids=["alone", "with dense ones"])
     @sizes
     @ways

@@ -223,6 +223,7 @@ class TestCompressed:
 
         run_ranks(2, body)
 
+    @pytest.mark.short("Birder")
     @pytest.mark.parametrize("make", [compressed, lambda: hvd.DistributedBirder(keras.optimizers.SGD(0.01))],
                              ids=["1-bit Adam", "Birder"])  # fmt: skip
     def test_a_checkpoint_may_be_loaded_by_one_rank_before_the_broadcast(self, make: Any, tmp_path: Path) -> None:
@@ -262,6 +263,7 @@ class TestMomentsOfTheVariables:
         made.optimizer.build(made.trainable_variables)
         return made
 
+    @pytest.mark.short("1-bit-")
     @pytest.mark.parametrize("make", ADAMS)
     @pytest.mark.parametrize("first", ["1-bit", "Adam"])
     def test_a_checkpoint_of_tensorflow_goes_on_as_a_saved_model_does(
@@ -294,6 +296,7 @@ class TestMomentsOfTheVariables:
             for a, b, c in zip(loaded, restored, by_one, strict=True):
                 assert np.array_equal(a, b) and np.array_equal(a, c)
 
+    @pytest.mark.short("LossScaleOptimizer")
     @pytest.mark.parametrize("scaled", [False, True], ids=["", "LossScaleOptimizer"])
     def test_one_rank_may_restore_before_its_optimizer_is_built(self, scaled: bool, tmp_path: Path) -> None:
         def body(session: Session) -> Any:
@@ -317,6 +320,7 @@ class TestMomentsOfTheVariables:
         for expected, found in run_ranks(2, body):
             assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
+    @pytest.mark.long
     def test_assigned_variables_go_on_as_loaded_ones_also_with_accumulated_gradients(self) -> None:
         def body(session: Session) -> Any:
             trained, again = (self.built(compressed(gradient_accumulation_steps=2), seed) for seed in (1, 5))
@@ -382,6 +386,7 @@ class TestMomentsOfTheVariables:
 
         run_ranks(2, body)
 
+    @pytest.mark.short("compressed")
     @pytest.mark.parametrize("make", [*ADAMS, lambda: hvd.DistributedEFSGD(keras.optimizers.SGD(0.01, momentum=0.9))])
     def test_going_back_to_before_the_first_step_is_refused_and_a_load_is_not(self, make: Any, tmp_path: Path) -> None:
         def body(session: Session) -> None:
@@ -487,6 +492,7 @@ class TestMultiOptimizer:
         made.compile(keras.optimizers.MultiOptimizer(chosen.__call__ if in_function else chosen), "mse")
         return made
 
+    @pytest.mark.short("map")
     @pytest.mark.parametrize("in_function", [False, True], ids=["map", "function"])
     def test_the_optimizers_inside_are_distributed(self, in_function: bool) -> None:
         def body(session: Session) -> Any:

@@ -68,6 +68,7 @@ def eagerly(make: Any, share: tuple[np.ndarray, np.ndarray], distributed: bool) 
     return [float(slope), float(offset)]
 
 
+@pytest.mark.short("in_session")
 @pytest.mark.parametrize("train", [in_session, eagerly])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_two_ranks_learn_what_one_process_learns_from_the_data_of_both(train: Any, kind: str) -> None:

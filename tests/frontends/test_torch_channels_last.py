@@ -76,6 +76,7 @@ def memory(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
     return [MemoryOrder(tensor).flat(tensor.detach()).tolist() for tensor in tensors]
 
 
+@pytest.mark.short("1-bit Adam, compressed", "Lion")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_every_optimizer_makes_of_channels_last_parameters_what_it_makes_of_the_same_memory(kind: Any) -> None:
     def trained(reordered: bool) -> Any:

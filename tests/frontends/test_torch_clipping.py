@@ -150,6 +150,7 @@ LAWS: dict[str, tuple[Any, Any, dict[str, Any], Callable[[int, Clipping], list[s
 }
 
 
+@pytest.mark.short("1-bit Adam", "Lion")
 @pytest.mark.parametrize("clip", ["exact", "previous"])
 @pytest.mark.parametrize(
     ("kind", "ranks"),

@@ -197,6 +197,7 @@ def told(done: subprocess.CompletedProcess[str], title: str) -> Any:
     return json.loads(lines[0].removeprefix(title))
 
 
+@pytest.mark.long
 def test_with_the_hook_losses_are_those_of_the_bare_optimizer_and_steps_overlap(
     done: subprocess.CompletedProcess[str],
 ) -> None:
@@ -208,6 +209,7 @@ def test_with_the_hook_losses_are_those_of_the_bare_optimizer_and_steps_overlap(
     assert said["noop"][2] > 0  # DDP writes over the gradients, and the optimizer gives overlap up
 
 
+@pytest.mark.long
 def test_what_nobody_would_average_is_an_error(done: subprocess.CompletedProcess[str]) -> None:
     for rank in (0, 1):
         assert f"[dense {rank}] " in done.stdout and "averages what DDP averages" in done.stdout, done.stdout
@@ -218,6 +220,7 @@ def test_what_nobody_would_average_is_an_error(done: subprocess.CompletedProcess
         assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
 
 
+@pytest.mark.long
 def test_a_module_whose_gradients_ddp_averages_is_an_error_before_anything_moves(
     done: subprocess.CompletedProcess[str],
 ) -> None:
@@ -239,6 +242,7 @@ def test_a_module_whose_gradients_ddp_averages_is_an_error_before_anything_moves
         assert f"[not synced {rank}] SystemError: trains" in done.stdout, "nothing is averaged inside no_sync"
 
 
+@pytest.mark.long
 def test_equal_gradients_on_all_ranks_are_a_warning_that_says_what_they_mean(
     done: subprocess.CompletedProcess[str],
 ) -> None:

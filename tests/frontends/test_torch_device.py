@@ -285,6 +285,7 @@ def test_mpi_is_given_addresses_on_a_device_as_the_setting_says_if_there_is_anyb
     assert run_ranks(ranks, body, Settings(cuda_aware=setting)) == [reached] * ranks
 
 
+@pytest.mark.short("0/1 Adam")
 @pytest.mark.parametrize("kind", ["1-bit Adam, compressed", "0/1 Adam, local steps", "Lion"])
 def test_nodes_add_up_from_device_to_device_what_they_do_in_the_hosts_memory(kind: str, on_devices: Any) -> None:
     def body(session: Session) -> Any:
@@ -301,6 +302,7 @@ def test_nodes_add_up_from_device_to_device_what_they_do_in_the_hosts_memory(kin
 ON_TWO_HOSTS = ["a", "a", "b", "b"]
 
 
+@pytest.mark.short("aaabb", "Birder")
 @pytest.mark.parametrize(
     ("kind", "hosts", "reached", "peers"),
     [

@@ -129,6 +129,7 @@ def simulated(simulation: oracle.DiLoCo, steps: int, dtype: torch.dtype = torch.
     return found
 
 
+@pytest.mark.short("plain-2", "all of it-4")
 @pytest.mark.parametrize(
     ("form", "ranks"),
     few(
@@ -141,6 +142,7 @@ def test_it_equals_the_simulation_on_all_ranks_after_each_step(form: str, ranks:
     assert run_ranks(ranks, lambda s: Run(rank_of(s), **FORMS[form]).train(1, 19)) == expected
 
 
+@pytest.mark.short("4-aaab")
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
 @pytest.mark.parametrize("bits", [32, 4, 1])
 def test_hosts_that_add_up_equal_the_simulation(bits: int, hosts: str) -> None:
@@ -231,6 +233,7 @@ def test_a_sync_sends_the_bytes_of_its_codes(bits: int, share: float) -> None:
 # The end of a run, and evaluation
 
 
+@pytest.mark.short("7-")
 @pytest.mark.parametrize("form", ["plain", "all of it", "all of it, 8 bits"])
 @pytest.mark.parametrize("steps", [7, 11, 12])
 def test_finish_syncs_the_incomplete_period_and_makes_the_anchors_the_parameters(form: str, steps: int) -> None:
@@ -312,6 +315,7 @@ def test_buffers_are_averaged_at_syncs_and_whole_numbers_stay() -> None:
 # Saved states
 
 
+@pytest.mark.short("8 bits")
 @pytest.mark.parametrize("form", ["plain", "all of it", "all of it, 8 bits"])
 def test_a_run_that_is_saved_in_the_middle_goes_on_in_every_bit(form: str) -> None:
     """Between syncs, at one, and while one is under way."""

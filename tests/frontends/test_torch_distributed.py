@@ -296,6 +296,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @alone_in_a_job
 def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
     job: tuple[Path, subprocess.CompletedProcess[str]],

@@ -137,6 +137,7 @@ def test_ranks_whose_adams_round_differently_stay_equal_in_warm_up(
     assert "rank(s) [0] have" in said and "rank(s) [1, 2] have" in said and "fused" in said and "foreach" in said
 
 
+@pytest.mark.long
 def test_threads_that_are_the_first_to_take_square_roots_take_the_same_ones() -> None:
     """Of processes in which nothing has been imported but Torch, 1 in 50 has threads whose roots have 12 bits."""
     script = """

@@ -58,6 +58,7 @@ def expected_digests(simulation: oracle.EFSGD, steps: int, grads: Any = gradient
     return found
 
 
+@pytest.mark.short("-2")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_it_equals_the_simulation_for_60_steps_on_all_ranks(form: str, ranks: int) -> None:

@@ -425,6 +425,7 @@ def test_tensors_of_one_memory_that_mean_different_things_stay_apart() -> None:
     assert [view.requires_grad for view in back] == [view.requires_grad for view in views]
 
 
+@pytest.mark.short("acde")
 @pytest.mark.parametrize("kind", ["1-bit Adam", "0/1 Adam", "DiLoCo"])
 @pytest.mark.parametrize("hosts", [["a", "b", "c"], ["a", "c", "d"], ["a", "c", "d", "e"]], ids="".join)
 def test_with_a_host_its_errors_are_lost_and_the_report_says_what_share_that_was(

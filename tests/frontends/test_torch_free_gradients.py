@@ -66,6 +66,7 @@ def trained(rank: int, dtype: torch.dtype = torch.float32, passes: int = 1, **op
     return history, whole_state(parameters, optimizer)
 
 
+@pytest.mark.short("{}", "shard_state")
 @pytest.mark.parametrize("engine", ["native", "python"])
 @pytest.mark.parametrize(
     "options",

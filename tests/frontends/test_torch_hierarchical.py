@@ -117,6 +117,7 @@ def onebit_digests(
     return digests
 
 
+@pytest.mark.short("aaab-")
 @pytest.mark.parametrize(
     ("hosts", "steps"),
     # Of the network 40 steps show as much.

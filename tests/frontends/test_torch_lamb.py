@@ -59,6 +59,7 @@ def fresh_digest(parameters: Sequence[torch.Tensor], optimizer: Any) -> str:
     return digest([core.fresh[core.flat_span(tensor)] for tensor in range(len(parameters))])
 
 
+@pytest.mark.short("2-0.0")
 @pytest.mark.parametrize(("ranks", "decay"), [pytest.param(1, 0.1, marks=pytest.mark.long), (2, 0.0), (4, 0.1)])
 def test_it_equals_the_simulation_for_200_steps_on_all_ranks(ranks: int, decay: float) -> None:
     options: dict[str, Any] = {"block_size": 64, "mask_refresh": 5, "coeff_beta": 0.7, "factor_threshold": 0.05}

@@ -99,6 +99,7 @@ def simulate_after_adam(kind: str, steps: int, warmup: int, ranks: int) -> list[
     return digests
 
 
+@pytest.mark.short("-3")
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("kind", ADAMS)
 def test_after_the_freeze_it_equals_the_simulation_on_all_ranks_after_every_step(kind: str, ranks: int) -> None:

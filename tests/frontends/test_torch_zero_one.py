@@ -244,6 +244,7 @@ def finishing(optimizer: Any) -> None:
         assert optimizer.compression_report()["synced"]
 
 
+@pytest.mark.short("{}", "mask_refresh")
 @pytest.mark.parametrize("kind", ADAMS)
 @pytest.mark.parametrize(
     "options",

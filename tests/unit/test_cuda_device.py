@@ -214,6 +214,7 @@ def launches() -> None:
         assert there.driver.fake_depth() == 0, "the thread's own context is as it was"
 
 
+@pytest.mark.long
 def test_another_thread_launches_on_the_stream_of_each_device_what_was_compiled_before(
     environ: dict[str, str],
 ) -> None:
@@ -280,6 +281,7 @@ def native_tasks() -> None:
     print("done")
 
 
+@pytest.mark.long
 def test_the_native_engine_queues_tasks_without_python(environ: dict[str, str]) -> None:
     said = said_by(native_tasks, environ)
     if said.startswith("no NVVM"):
