@@ -197,7 +197,7 @@ class Oracle:
             self._decays = ["coupled"]
         else:
             sim = birder.Birder if setup.kind == "Birder" else birder.SoftSign
-            self._sim = sim(params, setup.ranks, **common)
+            self._sim = sim(params, setup.ranks, **{**common, "nodes": nodes if setup.kind == "Birder" else None})
         self._low = low
 
     def step(self, taken: Sequence[Taken]) -> None:

@@ -33,6 +33,7 @@ from tests.frontends.onebit_jobs import digest
 from tests.programs import oracles
 from tests.programs.torch_scripts import (
     PATIENCE_S,
+    SCALE,
     Edit,
     Freeze,
     Hyper,
@@ -44,6 +45,7 @@ from tests.programs.torch_scripts import (
     noise,
     run_ranks,
     same,
+    scaler,
 )
 from tests.worlds import MPI_SIZE
 
@@ -170,7 +172,8 @@ class Step:
     ``passes[rank][number]`` are the parameters that a backward pass needs, in the order of their gradients. ``end`` is
     how the step ends: "step", "closure"; "clear": all ranks clear their gradients; "skip": rank ``victim`` does; "nan":
     its last pass has a loss that is NaN; "disagree": it has another lr, which ends the script; "drop": a new
-    optimizer takes the place of this one, which rank ``victim`` drops before the others' backward passes.
+    optimizer takes the place of this one, which rank ``victim`` drops before the others' backward passes. ``scaled``:
+    a GradScaler takes the step, and skips one with a NaN on all ranks.
     """
 
     passes: tuple[tuple[tuple[int, ...], ...], ...]
@@ -181,6 +184,7 @@ class Step:
     between: tuple[Event, ...] = ()
     end: str = "step"
     victim: int = 0
+    scaled: bool = False
 
     def __str__(self) -> str:
         lines = [f"optimizer.zero_grad(set_to_none={not self.zeros})", *map(str, self.before)]
@@ -199,7 +203,8 @@ class Step:
             "drop": "optimizer = a new one over the same parameters",
             "disagree": f"another lr on rank {self.victim}; optimizer.step()",
         }
-        return "\n".join(f"    {line}" for line in [*lines, end[self.end]])
+        by = " by scaler.step(optimizer)" if self.scaled else ""
+        return "\n".join(f"    {line}" for line in [*lines, end[self.end] + by])
 
 
 @dataclass(frozen=True)
@@ -344,6 +349,12 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
     if end == "nan":
         between = tuple(event for event in between if isinstance(event, (Hyper, Write)))
         passes = tuple((*own[:-1], everything) if rank == victim else own for rank, own in enumerate(passes))
+    scaled = (
+        end in ("step", "nan") and not setup.is_in_codes and not setup.free_gradients and draw(st.integers(0, 4)) == 0
+    )
+    if scaled:  # a GradScaler wants a gradient on every rank
+        passes = tuple((*own[:-1], everything) for own in passes)
+        between = tuple(event for event in between if not isinstance(event, Put))
     return Step(
         passes=passes,
         zeros=draw(st.integers(0, 3)) == 0,
@@ -353,6 +364,7 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
         between=between,
         end=end,
         victim=victim,
+        scaled=scaled,
     )
 
 
@@ -504,10 +516,18 @@ class Script(Model):
             self.set_hyper(Hyper("lr", 0.5))
         return self.stepped(step, number, None)
 
+    def is_scaled(self, step: Step) -> bool:
+        return step.scaled and any(p.requires_grad for p in self.p)
+
     def stepped(self, step: Step, number: int, closure: Callable[[], float] | None) -> type[BaseException] | None:
         """Takes the step, and returns what it raises."""
         try:
-            self.optimizer.step(closure)
+            if self.is_scaled(step):
+                scaling = scaler()
+                scaling.step(self.optimizer)
+                scaling.update()
+            else:
+                self.optimizer.step(closure)
         except NonFiniteError as error:
             assert f"rank(s) [{step.victim}]" in str(error), f"step {number}: {error}"
             return type(error)
@@ -519,6 +539,7 @@ class Script(Model):
         terms = []
         is_last = a_pass == len(step.passes[self.rank]) - 1
         factor = float("nan") if step.end == "nan" and step.victim == self.rank and is_last else 1.0
+        factor *= SCALE if self.is_scaled(step) else 1.0
         for i in used:
             if self.p[i].requires_grad:
                 terms.append((self.p[i] * self.program.gradient(number, self.rank, a_pass, i)).sum().float() * factor)
@@ -578,7 +599,7 @@ def on_a_rank(program: Program, rank: int, dropped: list[threading.Event]) -> tu
             )
             return said, clean.records
         has_trained = any(p.requires_grad for p in noisy.p)
-        expected = NonFiniteError if step.end == "nan" and has_trained else None
+        expected = NonFiniteError if step.end == "nan" and has_trained and not step.scaled else None
         is_refused = raised is InvalidRequestError and program.may_refuse(step)
         assert raised is expected or is_refused, f"step {number}: raised {raised}, expected {expected}"
         clean.replay(number, step, is_refused)
