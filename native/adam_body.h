@@ -4,7 +4,7 @@
 
 #ifndef WITHOUT
 
-INLINE void FN(step_row)(const adam_call *args, int coupled, const ocomm_tensor *tensor, const float *gradient,
+INLINE void FN(step_row)(const call *args, int coupled, const ocomm_tensor *tensor, const float *gradient,
                          float *param, float *momentum, float *variance, int n) {
     V g[VECTORS], p[VECTORS], m[VECTORS], v[VECTORS];
     FN(load)(g, gradient, n);
@@ -15,7 +15,7 @@ INLINE void FN(step_row)(const adam_call *args, int coupled, const ocomm_tensor 
         g[k] *= args->scale;
         if (coupled) g[k] += tensor->weight_decay * p[k];
         m[k] += args->rest1 * (g[k] - m[k]);
-        v[k] = v[k] * args->beta2 + args->rest2 * g[k] * g[k];
+        v[k] = v[k] * (float)args->beta2 + args->rest2 * g[k] * g[k];
         p[k] = p[k] * tensor->decay - tensor->step_size * (m[k] / (FN(root)(v[k]) / args->root + args->eps));
     }
     FN(store)(param, p, n);
@@ -23,7 +23,7 @@ INLINE void FN(step_row)(const adam_call *args, int coupled, const ocomm_tensor 
     FN(store)(variance, v, n);
 }
 
-INLINE void FN(step_block)(const adam_call *args, int coupled, const ocomm_block *block) {
+INLINE void FN(step_block)(const call *args, int coupled, const ocomm_block *block) {
     const ocomm_tensor tensor = args->tensors[block->tensor];
     const float *gradient = args->gradients + block->owned;
     float *param = tensor.param + block->start;
@@ -41,8 +41,8 @@ INLINE void FN(step_block)(const adam_call *args, int coupled, const ocomm_block
         FN(step_row)(args, coupled, &tensor, gradient + j, param + j, momentum + j, variance + j, (int)(block->length - j));
 }
 
-TARGET static int FN(adam_step)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const adam_call args = *(const adam_call *)of;
+TARGET static int FN(adam_step)(const call *of, const ocomm_block *blocks, int64_t count) {
+    const call args = *of;
     for (int64_t k = 0; k < count; k++) {
         if (args.tensors[blocks[k].tensor].weight_decay != 0)
             FN(step_block)(&args, 1, blocks + k);

@@ -15,6 +15,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cffi
 
@@ -22,6 +23,9 @@ HERE = Path(__file__).parent
 
 # -ffp-contract=off: a fused multiply-add rounds once where NumPy rounds twice, and every path must give the same bits.
 COMPILE_ARGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"]
+
+#: Loops over blocks that are not cut into pieces, and why.
+_WHOLE = {"finite_scales": "reads a few bytes of each block, which no thread is worth"}
 
 
 def _declared() -> ModuleType:
@@ -42,15 +46,17 @@ def declarations(loops: ModuleType) -> str:
 
 def prototypes(loops: ModuleType) -> str:
     """Returns ``loops.h``: the prototype of every loop in C, and the operation of a plan that calls it."""
-    lines = [f"#define OCOMM_LOOPS {loops.DIGEST}"]
-    for loop in loops.IN_C:
-        parameters = ["ocomm_pool *pool", *(f"{of}{'' if of[-1] == '*' else ' '}{name}" for of, name in loop.c)]
-        lines.append(f"{loops.ANSWERS[loop.answer]} ocomm_{loop.name}({', '.join(parameters)});")
+    lines = [f"#define OCOMM_LOOPS {loops.DIGEST}", *(f"{_prototype(loops, loop)};" for loop in loops.IN_C)]
     codes = ", ".join(f"OCOMM_{loop.name.upper()} = {loop.code}" for loop in loops.IN_C)
     lines.append(f"enum {{ {codes} }};")
     lines.append("typedef union { int64_t i; double d; void *p; } ocomm_slot;")
     lines.append(f"typedef struct {{ int64_t code; ocomm_slot a[{loops.SLOTS}]; }} ocomm_op;")
     return "\n".join(lines) + "\n"
+
+
+def _prototype(loops: ModuleType, loop: Any) -> str:
+    parameters = ["ocomm_pool *pool", *(f"{of}{'' if of[-1] == '*' else ' '}{name}" for of, name in loop.c)]
+    return f"{loops.ANSWERS[loop.answer]} ocomm_{loop.name}({', '.join(parameters)})"
 
 
 def dispatch(loops: ModuleType) -> str:
@@ -71,6 +77,44 @@ def dispatch(loops: ModuleType) -> str:
     return "\n".join([*lines, "    }", "    return 1;", "}"]) + "\n"
 
 
+def _cut(loops: ModuleType) -> list[Any]:
+    """Returns the loops that are cut into pieces, of some blocks or some elements, for the pool's threads."""
+    kinds = ("Blocks", "Sized", "SizedOut")
+    return [loop for loop in loops.IN_C if loop.name not in _WHOLE and any(loop.has(kind) for kind in kinds)]
+
+
+def _fields(loops: ModuleType) -> dict[str, str]:
+    """Returns the C type of each field of ``call`` by its name. It suits the argument of that name of every loop: it is
+    not const if a loop writes there, and double if a loop has a double.
+    """
+    fields: dict[str, str] = {}
+    for loop in _cut(loops):
+        for of, name in loop.c:
+            fields[name] = min(fields.get(name, of), of, key=lambda of: (of.startswith("const"), of == "float"))
+    return fields
+
+
+def call(loops: ModuleType) -> str:
+    """Returns ``call.h``: a struct of the arguments of any loop that is cut; those that a loop does not have are 0."""
+    fields = "".join(f"    {of}{'' if of[-1] == '*' else ' '}{name};\n" for name, of in _fields(loops).items())
+    return f"typedef struct {{\n{fields}}} call;\n"
+
+
+def cut_loops(loops: ModuleType) -> str:
+    """Returns ``cut_loops.h``: the function of each loop that is cut, which hands the pieces to the path's loop."""
+    fields, lines = _fields(loops), []
+    for loop in _cut(loops):
+        given = [f".{name} = {'' if of == fields[name] else f'({fields[name]})'}{name}" for of, name in loop.c]
+        run = f"{'on_blocks' if loop.has('Blocks') else 'on_elements'}(pool, active->{loop.name}, &args)"
+        lines += [
+            f"{_prototype(loops, loop)} {{",
+            f"    const call args = {{{', '.join(given)}}};",
+            f"    {'return ' * loop.reports}{run};",
+            "}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def _read(of: str, slot: int) -> str:
     """Returns the expression for an argument of C type ``of`` in a slot."""
     if of.endswith("*"):
@@ -81,8 +125,9 @@ def _read(of: str, slot: int) -> str:
 def write_headers(folder: Path, loops: ModuleType | None = None) -> None:
     """Writes the headers that are made from the declarations. A file that would not change keeps its time."""
     loops = loops or _declared()
-    for name, text in (("loops.h", prototypes(loops)), ("run_loop.h", dispatch(loops))):
-        path = folder / name
+    made = {"loops.h": prototypes, "run_loop.h": dispatch, "call.h": call, "cut_loops.h": cut_loops}
+    for name, make in made.items():
+        path, text = folder / name, make(loops)
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 

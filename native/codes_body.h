@@ -130,7 +130,7 @@ INLINE void FN(row_to_send)(int bits, int averages, const code_work *w, V *row, 
     if (w->error) FN(add_row)(row, w->error + j, n);
 }
 
-INLINE int FN(run_codes)(int bits, int averages, const code_call *args, const ocomm_block *blocks, int64_t count) {
+INLINE int FN(run_codes)(int bits, int averages, const call *args, const ocomm_block *blocks, int64_t count) {
     int finite = 1;
     for (int64_t k = 0; k < count; k++) {
         code_work w;
@@ -167,15 +167,13 @@ INLINE int FN(run_codes)(int bits, int averages, const code_call *args, const oc
     return finite;
 }
 
-TARGET static int FN(compress_codes)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const code_call *args = of;
+TARGET static int FN(compress_codes)(const call *args, const ocomm_block *blocks, int64_t count) {
     if (args->bits == 8) return FN(run_codes)(8, 0, args, blocks, count);
     if (args->bits == 4) return FN(run_codes)(4, 0, args, blocks, count);
     return FN(run_codes)(16, 0, args, blocks, count);
 }
 
-TARGET static int FN(average_codes)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const code_call *args = of;
+TARGET static int FN(average_codes)(const call *args, const ocomm_block *blocks, int64_t count) {
     if (args->bits == 8) return FN(run_codes)(8, 1, args, blocks, count);
     if (args->bits == 4) return FN(run_codes)(4, 1, args, blocks, count);
     return FN(run_codes)(16, 1, args, blocks, count);
@@ -190,10 +188,10 @@ INLINE void FN(unpack_coded_row)(int bits, float *out, const uint8_t *codes, V s
     FN(store)(out, row, n);
 }
 
-INLINE int FN(unpack_blocks)(int bits, const code_call *args, const ocomm_block *blocks, int64_t count) {
+INLINE int FN(unpack_blocks)(int bits, const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
-        const uint8_t *codes = args->sent + block->bits, *scales = args->sent + block->scale;
+        const uint8_t *codes = args->packed + block->bits, *scales = args->packed + block->scale;
         float *out = args->out + block->offset;
         const int64_t whole = block->length & -ROW;
         for (int64_t j = 0; j < block->length; j += ROW) {
@@ -207,8 +205,7 @@ INLINE int FN(unpack_blocks)(int bits, const code_call *args, const ocomm_block 
     return 1;
 }
 
-TARGET static int FN(unpack_codes)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const code_call *args = of;
+TARGET static int FN(unpack_codes)(const call *args, const ocomm_block *blocks, int64_t count) {
     if (args->bits == 8) return FN(unpack_blocks)(8, args, blocks, count);
     if (args->bits == 4) return FN(unpack_blocks)(4, args, blocks, count);
     return FN(unpack_blocks)(16, args, blocks, count);

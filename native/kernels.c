@@ -3,6 +3,8 @@
 #include "pool.h"
 #include "processor.h"
 
+#include "call.h" /* its types are those of ocomm.h */
+
 #include <stddef.h>
 #include <string.h>
 
@@ -35,23 +37,7 @@
  * usual one: known when compiled, so that the loop need not ask. */
 enum content { VALUES, MOMENTUM, FROM_DENSE, FROM_BITS, UPDATE, FROM_GRADIENT, MEAN };
 
-/* The arguments of one call of ocomm_compress, ocomm_compress_momentum, ocomm_compress_update or ocomm_average. */
-typedef struct {
-    const float *values;
-    const ocomm_tensor *tensors;
-    const uint8_t *previous;
-    const float *momentum, *update;
-    const uint8_t *const *received;
-    int64_t origin;
-    int ranks;
-    const float *error;
-    float *error_out;
-    const uint8_t *mask;
-    int rms;
-    uint8_t *packed;
-} call;
-
-/* One block of such a call: its own part of every buffer. */
+/* One block of a call of compress, compress_momentum, compress_update or average: its own part of every buffer. */
 typedef struct {
     const float *values, *grad, *param, *momentum, *update, *error;
     const uint8_t *previous, *mask;
@@ -73,26 +59,7 @@ typedef struct {
     int streams;
 } remainder;
 
-/* The arguments of one call of ocomm_compress_quantized, ocomm_average_quantized, ocomm_soft_sign or
- * ocomm_compress_signs. */
-typedef struct {
-    const ocomm_tensor *tensors;
-    const float *momentum, *magnitude;
-    float *momentum_out, *magnitude_out;
-    float eps, beta2, one_minus_beta2;
-    int amsgrad, zero_up;
-    const uint8_t *const *received;
-    int64_t origin;
-    int ranks;
-    const float *weights;
-    const float *error;
-    float *error_out;
-    const ocomm_noise *noise;
-    uint8_t *packed;
-    float *out;
-} ratio_call;
-
-/* One block of such a call: its momentum and magnitude. */
+/* One block of a call of compress_quantized, soft_sign or compress_signs: its momentum and magnitude. */
 typedef struct {
     const float *grad, *momentum, *magnitude;
     float *momentum_out, *magnitude_out;
@@ -112,8 +79,8 @@ typedef struct {
 /* Where a row's numbers come from: counters that begin with it, counters that do not, or U = 1/2 throughout. */
 enum { ALIGNED, SHIFTED, STEADY };
 
-/* One block of such a call: its random numbers, and where what they make of it goes. Element j takes word
- * (shift + j) % 4 of counter quad + (shift + j) / 4. */
+/* One block of a call of compress_quantized or average_quantized: its random numbers, and where what they make of it
+ * goes. Element j takes word (shift + j) % 4 of counter quad + (shift + j) / 4. */
 typedef struct {
     const float *error;
     float *error_out;
@@ -123,50 +90,15 @@ typedef struct {
     int shift, source, streams;
 } draws;
 
-/* The arguments of one call of ocomm_unpack, ocomm_apply, ocomm_local_step, ocomm_apply_update, ocomm_finite or
- * ocomm_apply_signs. */
+/* What a step of 1-bit LAMB multiplies by. A correction of Adam's moments is 1 / (1 - beta^step). */
 typedef struct {
-    const ocomm_tensor *tensors;
-    const uint8_t *packed;
-    const float *denominator;
-    const uint8_t *mask;
-    float *momentum, *update, *synced, *out;
-} apply_call;
-
-/* The arguments of ocomm_adam_update or ocomm_lamb_update. */
-typedef struct {
-    const ocomm_block *blocks;
-    const uint8_t *packed, *previous, *mask;
-    const float *gradient, *dense, *floors, *denominator;
-    float *momentum, *variance, *fresh, *update, *largest;
     float beta1, one_minus_beta1, rebuild, beta2, one_minus_beta2, m_correction, v_correction, eps;
-} lamb_call;
-
-/* The arguments of ocomm_adam_step. */
-typedef struct {
-    const ocomm_tensor *tensors;
-    const float *gradients;
-    float *momentum, *variance;
-    float scale, rest1, beta2, rest2, root, eps;
-} adam_call;
+} lamb_factors;
 
 /* The elements that share a scale in dense values of 8 or 4 bits. */
 #define GROUP 128
 
-/* The arguments of one call of ocomm_compress_codes, ocomm_average_codes or ocomm_unpack_codes. */
-typedef struct {
-    const ocomm_tensor *tensors;
-    const uint8_t *const *received;
-    int64_t origin;
-    int ranks, bits;
-    const float *error;
-    float *error_out;
-    const uint8_t *sent;
-    uint8_t *packed;
-    float *out;
-} code_call;
-
-/* One block of such a call. */
+/* One block of a call of compress_codes or average_codes. */
 typedef struct {
     const float *grad, *error;
     float *error_out;
@@ -177,15 +109,15 @@ typedef struct {
     int ranks, streams;
 } code_work;
 
-/* The arguments of ocomm_axpy or ocomm_triad. */
+/* The arguments of ocomm_triad. */
 typedef struct {
     float *y;
     const float *x, *z;
     float factor;
-} axpy_call;
+} triad_call;
 
 /* A loop over `count` blocks, with the arguments of its call. */
-typedef int (*loop)(const void *, const ocomm_block *, int64_t count);
+typedef int (*loop)(const call *, const ocomm_block *, int64_t count);
 
 typedef struct {
     const char *name;
@@ -341,7 +273,7 @@ SHARED void fill_table(sums_table *table, const float *scales) {
     }
 }
 
-SHARED void prepare_momentum(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
+SHARED void prepare_momentum(const call *args, const ocomm_block *block, ratio_work *w) {
     const ocomm_tensor *tensor = args->tensors + block->tensor;
     w->grad = tensor->grad ? tensor->grad + block->start : NULL;
     w->momentum = args->momentum + block->local;
@@ -350,11 +282,11 @@ SHARED void prepare_momentum(const ratio_call *args, const ocomm_block *block, r
     w->length = block->length;
     w->beta1 = tensor->beta1;
     w->one_minus_beta1 = tensor->one_minus_beta1;
-    w->beta2 = args->beta2;
+    w->beta2 = (float)args->beta2;
     w->one_minus_beta2 = args->one_minus_beta2;
 }
 
-SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, ratio_work *w) {
+SHARED void prepare_ratio(const call *args, const ocomm_block *block, ratio_work *w) {
     prepare_momentum(args, block, w);
     w->magnitude = args->magnitude + block->local;
     w->magnitude_out = args->magnitude_out + block->local;
@@ -364,7 +296,7 @@ SHARED void prepare_ratio(const ratio_call *args, const ocomm_block *block, rati
 }
 
 /* `at` is the block's first element in the error buffers; NULL where there are none. */
-SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int64_t at, draws *d) {
+SHARED void prepare_draws(const call *args, const ocomm_block *block, int64_t at, draws *d) {
     d->error = args->error ? args->error + at : NULL;
     d->error_out = args->error_out ? args->error_out + at : NULL;
     d->streams = streams_to(d->error_out, d->error);
@@ -380,7 +312,7 @@ SHARED void prepare_draws(const ratio_call *args, const ocomm_block *block, int6
     d->source = args->noise->steady ? STEADY : d->shift ? SHIFTED : ALIGNED;
 }
 
-SHARED void prepare_codes(int averages, const code_call *args, const ocomm_block *block, code_work *w) {
+SHARED void prepare_codes(int averages, const call *args, const ocomm_block *block, code_work *w) {
     const int64_t at = averages ? block->owned : block->local;
     const float *grad = averages ? NULL : args->tensors[block->tensor].grad;
     w->grad = grad ? grad + block->start : NULL;
@@ -395,6 +327,18 @@ SHARED void prepare_codes(int averages, const code_call *args, const ocomm_block
     w->codes_at = block->bits - args->origin;
     w->over_ranks = averages ? (float)(1.0 / args->ranks) : 0;
     w->ranks = args->ranks;
+}
+
+/* Computed as the reference does, in double, and rounded once. */
+SHARED lamb_factors factors_of(const call *args) {
+    return (lamb_factors){.beta1 = (float)args->beta1,
+                          .one_minus_beta1 = (float)(1.0 - args->beta1),
+                          .rebuild = (float)(1.0 / (1.0 - args->beta1)),
+                          .beta2 = (float)args->beta2,
+                          .one_minus_beta2 = (float)(1.0 - args->beta2),
+                          .m_correction = (float)(1.0 / (1.0 - __builtin_pow(args->beta1, (double)args->step))),
+                          .v_correction = (float)(1.0 / (1.0 - __builtin_pow(args->beta2, (double)args->step))),
+                          .eps = args->eps};
 }
 
 /* The portable path: 16-byte vectors, which every x86-64 and every aarch64 has. */
@@ -829,108 +773,29 @@ int ocomm_select_path(const char *name) {
 /* A loop and its blocks, to be cut. */
 typedef struct {
     loop run;
-    const void *args;
-    const ocomm_block *blocks;
+    const call *args;
 } blockwise;
 
 static int run_blocks(const void *args, int64_t first, int64_t count) {
     const blockwise *whole = args;
-    const int finite = whole->run(whole->args, whole->blocks + first, count);
+    const int finite = whole->run(whole->args, whole->args->blocks + first, count);
 #if defined(__x86_64__)
     _mm_sfence(); /* what was written past the caches is there before anything that says so */
 #endif
     return finite;
 }
 
-static int64_t block_numel(const void *args, int64_t k) { return ((const blockwise *)args)->blocks[k].length; }
+static int64_t block_numel(const void *args, int64_t k) { return ((const blockwise *)args)->args->blocks[k].length; }
 
-static int on_blocks(ocomm_pool *pool, loop run, const void *args, const ocomm_block *blocks, int64_t count) {
-    return pool_run(pool, run_blocks, block_numel, &(blockwise){run, args, blocks}, count);
+static int on_blocks(ocomm_pool *pool, loop run, const call *args) {
+    return pool_run(pool, run_blocks, block_numel, &(blockwise){run, args}, args->count);
 }
 
-int ocomm_compress(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const float *values, const float *error,
-                   float *error_out, const uint8_t *mask, int rms, uint8_t *packed) {
-    const call args = {
-        .values = values, .error = error, .error_out = error_out, .mask = mask, .rms = rms, .packed = packed};
-    return on_blocks(pool, active->compress, &args, blocks, count);
+static int on_elements(ocomm_pool *pool, pool_work run, const call *args) {
+    return pool_run(pool, run, NULL, args, args->numel);
 }
 
-int ocomm_compress_momentum(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                            const uint8_t *previous, const float *error, float *error_out, const uint8_t *mask, int rms,
-                            uint8_t *packed) {
-    const call args = {.tensors = tensors,
-                       .previous = previous,
-                       .error = error,
-                       .error_out = error_out,
-                       .mask = mask,
-                       .rms = rms,
-                       .packed = packed};
-    return on_blocks(pool, active->compress_momentum, &args, blocks, count);
-}
-
-int ocomm_compress_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                          const float *momentum, const float *update, const float *error, float *error_out,
-                          const uint8_t *mask, int rms, uint8_t *packed) {
-    const call args = {.tensors = tensors,
-                       .momentum = momentum,
-                       .update = update,
-                       .error = error,
-                       .error_out = error_out,
-                       .mask = mask,
-                       .rms = rms,
-                       .packed = packed};
-    return on_blocks(pool, active->compress_update, &args, blocks, count);
-}
-
-int ocomm_average(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                  int ranks, int64_t origin, const float *error, float *error_out, const uint8_t *mask, int rms,
-                  uint8_t *packed) {
-    const call args = {.received = received,
-                       .origin = origin,
-                       .ranks = ranks,
-                       .error = error,
-                       .error_out = error_out,
-                       .mask = mask,
-                       .rms = rms,
-                       .packed = packed};
-    return on_blocks(pool, active->average, &args, blocks, count);
-}
-
-void ocomm_unpack(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
-                  const uint8_t *mask, float *out) {
-    const apply_call args = {.packed = packed, .mask = mask, .out = out};
-    on_blocks(pool, active->unpack, &args, blocks, count);
-}
-
-void ocomm_apply(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                 const uint8_t *packed, const float *denominator, const uint8_t *mask) {
-    const apply_call args = {.tensors = tensors, .packed = packed, .denominator = denominator, .mask = mask};
-    on_blocks(pool, active->apply, &args, blocks, count);
-}
-
-void ocomm_local_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                      float *momentum, float *update, const float *denominator, const uint8_t *mask) {
-    const apply_call args = {
-        .tensors = tensors, .momentum = momentum, .update = update, .denominator = denominator, .mask = mask};
-    on_blocks(pool, active->local_step, &args, blocks, count);
-}
-
-void ocomm_apply_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                        const uint8_t *packed, const float *denominator, const uint8_t *mask, float *momentum,
-                        float *update, float *synced) {
-    const apply_call args = {.tensors = tensors,
-                             .packed = packed,
-                             .denominator = denominator,
-                             .mask = mask,
-                             .momentum = momentum,
-                             .update = update,
-                             .synced = synced};
-    on_blocks(pool, active->apply_update, &args, blocks, count);
-}
-
-int ocomm_finite(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors) {
-    return on_blocks(pool, active->finite, &(apply_call){.tensors = tensors}, blocks, count);
-}
+#include "cut_loops.h"
 
 int ocomm_finite_scales(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed) {
     (void)pool; /* a few bytes of each block */
@@ -940,153 +805,6 @@ int ocomm_finite_scales(ocomm_pool *pool, const ocomm_block *blocks, int64_t cou
         finite &= scale - scale == 0;
     }
     return finite;
-}
-
-int ocomm_compress_quantized(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                   const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out,
-                   const float *error, float *error_out, float eps, int amsgrad, const ocomm_noise *noise,
-                   uint8_t *packed) {
-    const ratio_call args = {.tensors = tensors,
-                             .momentum = momentum,
-                             .momentum_out = momentum_out,
-                             .magnitude = magnitude,
-                             .magnitude_out = magnitude_out,
-                             .error = error,
-                             .error_out = error_out,
-                             .eps = eps,
-                             .amsgrad = amsgrad,
-                             .noise = noise,
-                             .packed = packed};
-    return on_blocks(pool, active->compress_quantized, &args, blocks, count);
-}
-
-int ocomm_average_quantized(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                            int ranks, int64_t origin, const float *weights, const float *error, float *error_out,
-                            const ocomm_noise *noise, uint8_t *packed) {
-    const ratio_call args = {.received = received,
-                             .origin = origin,
-                             .ranks = ranks,
-                             .weights = weights,
-                             .error = error,
-                             .error_out = error_out,
-                             .noise = noise,
-                             .packed = packed};
-    return on_blocks(pool, active->average_quantized, &args, blocks, count);
-}
-
-void ocomm_apply_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                       const uint8_t *packed) {
-    on_blocks(pool, active->apply_signs, &(apply_call){.tensors = tensors, .packed = packed}, blocks, count);
-}
-
-int ocomm_soft_sign(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                    const float *momentum, float *momentum_out, const float *magnitude, float *magnitude_out, float eps,
-                    int amsgrad, float *out) {
-    const ratio_call args = {.tensors = tensors,
-                             .momentum = momentum,
-                             .momentum_out = momentum_out,
-                             .magnitude = magnitude,
-                             .magnitude_out = magnitude_out,
-                             .eps = eps,
-                             .amsgrad = amsgrad,
-                             .out = out};
-    return on_blocks(pool, active->soft_sign, &args, blocks, count);
-}
-
-int ocomm_compress_signs(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                         const float *momentum, float *momentum_out, float beta2, float one_minus_beta2, int zero_up,
-                         uint8_t *packed) {
-    const ratio_call args = {.tensors = tensors,
-                             .momentum = momentum,
-                             .momentum_out = momentum_out,
-                             .beta2 = beta2,
-                             .one_minus_beta2 = one_minus_beta2,
-                             .zero_up = zero_up,
-                             .packed = packed};
-    return on_blocks(pool, active->compress_signs, &args, blocks, count);
-}
-
-/* Of Adam's moments: 1 / (1 - beta^step). Computed as the reference does, in double. */
-static float correction(double beta, int64_t step) { return (float)(1.0 / (1.0 - __builtin_pow(beta, (double)step))); }
-
-void ocomm_adam_update(ocomm_pool *pool, const float *gradient, int64_t numel, float *momentum, float *variance,
-                       float *update, double beta1, double beta2, float eps, int64_t step) {
-    const lamb_call args = {.gradient = gradient,
-                            .momentum = momentum,
-                            .variance = variance,
-                            .update = update,
-                            .beta1 = (float)beta1,
-                            .one_minus_beta1 = (float)(1.0 - beta1),
-                            .beta2 = (float)beta2,
-                            .one_minus_beta2 = (float)(1.0 - beta2),
-                            .m_correction = correction(beta1, step),
-                            .v_correction = correction(beta2, step),
-                            .eps = eps};
-    pool_run(pool, active->adam_update, NULL, &args, numel);
-}
-
-void ocomm_adam_step(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                     const float *gradients, float *momentum, float *variance, float scale, float rest1, float beta2,
-                     float rest2, float root, float eps) {
-    const adam_call args = {.tensors = tensors,
-                            .gradients = gradients,
-                            .momentum = momentum,
-                            .variance = variance,
-                            .scale = scale,
-                            .rest1 = rest1,
-                            .beta2 = beta2,
-                            .rest2 = rest2,
-                            .root = root,
-                            .eps = eps};
-    on_blocks(pool, active->adam_step, &args, blocks, count);
-}
-
-void ocomm_lamb_update(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed,
-                       const uint8_t *previous, const float *dense, const uint8_t *mask, const float *floors,
-                       const float *denominator, float *fresh, float *update, float *largest, double beta1,
-                       double beta2, float eps, int64_t step) {
-    const lamb_call args = {.blocks = blocks,
-                            .packed = packed,
-                            .previous = previous,
-                            .dense = previous ? NULL : dense,
-                            .mask = mask,
-                            .floors = floors,
-                            .denominator = denominator,
-                            .fresh = fresh,
-                            .update = update,
-                            .largest = largest,
-                            .beta1 = (float)beta1,
-                            .rebuild = (float)(1.0 / (1.0 - beta1)),
-                            .beta2 = (float)beta2,
-                            .one_minus_beta2 = (float)(1.0 - beta2),
-                            .m_correction = correction(beta1, step),
-                            .v_correction = correction(beta2, step),
-                            .eps = eps};
-    on_blocks(pool, active->lamb_update, &args, blocks, count);
-}
-
-int ocomm_compress_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const ocomm_tensor *tensors,
-                         const float *error, float *error_out, int bits, uint8_t *packed) {
-    const code_call args = {.tensors = tensors, .error = error, .error_out = error_out, .bits = bits, .packed = packed};
-    return on_blocks(pool, active->compress_codes, &args, blocks, count);
-}
-
-int ocomm_average_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *const *received,
-                        int ranks, int64_t origin, const float *error, float *error_out, int bits, uint8_t *packed) {
-    const code_call args = {.received = received,
-                            .origin = origin,
-                            .ranks = ranks,
-                            .error = error,
-                            .error_out = error_out,
-                            .bits = bits,
-                            .packed = packed};
-    return on_blocks(pool, active->average_codes, &args, blocks, count);
-}
-
-void ocomm_unpack_codes(ocomm_pool *pool, const ocomm_block *blocks, int64_t count, const uint8_t *packed, int bits,
-                        float *out) {
-    const code_call args = {.sent = packed, .bits = bits, .out = out};
-    on_blocks(pool, active->unpack_codes, &args, blocks, count);
 }
 
 void ocomm_squares(const uint64_t *addresses, const int64_t *numels, int64_t count, double *sums) {
@@ -1110,10 +828,6 @@ void ocomm_sketch(const uint64_t *addresses, const int64_t *numels, int64_t coun
     }
 }
 
-void ocomm_axpy(ocomm_pool *pool, float *y, int64_t numel, const float *x, float factor) {
-    pool_run(pool, active->axpy, NULL, &(axpy_call){y, x, NULL, factor}, numel);
-}
-
 void ocomm_triad(ocomm_pool *pool, float *y, const float *x, const float *z, float factor, int64_t numel) {
-    pool_run(pool, active->triad, NULL, &(axpy_call){y, x, z, factor}, numel);
+    pool_run(pool, active->triad, NULL, &(triad_call){y, x, z, factor}, numel);
 }

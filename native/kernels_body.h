@@ -345,21 +345,21 @@ INLINE int FN(run)(enum content content, const call *args, const ocomm_block *bl
     return finite;
 }
 
-TARGET static int FN(average)(const void *args, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(average)(const call *args, const ocomm_block *blocks, int64_t count) {
     return FN(run)(MEAN, args, blocks, count);
 }
 
 #ifndef WITHOUT
 
-TARGET static int FN(compress)(const void *args, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(compress)(const call *args, const ocomm_block *blocks, int64_t count) {
     return FN(run)(VALUES, args, blocks, count);
 }
 
-TARGET static int FN(compress_momentum)(const void *args, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(compress_momentum)(const call *args, const ocomm_block *blocks, int64_t count) {
     return FN(run)(MOMENTUM, args, blocks, count);
 }
 
-TARGET static int FN(compress_update)(const void *args, const ocomm_block *blocks, int64_t count) {
+TARGET static int FN(compress_update)(const call *args, const ocomm_block *blocks, int64_t count) {
     return FN(run)(UPDATE, args, blocks, count);
 }
 
@@ -374,8 +374,7 @@ INLINE void FN(unpack_row)(const uint8_t *bits, const uint8_t *mask, int64_t j, 
     FN(store)(out + j, row, n);
 }
 
-TARGET static int FN(unpack)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(unpack)(const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
         const V scale = FN(splat)(read_float(args->packed + block->scale));
@@ -410,8 +409,7 @@ INLINE void FN(apply_row)(float *param, float decay, const uint8_t *bits, const 
     FN(store)(param + j, p, n);
 }
 
-TARGET static int FN(apply)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(apply)(const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
         const ocomm_tensor *tensor = args->tensors + block->tensor;
@@ -480,8 +478,7 @@ INLINE void FN(local_row)(const FN(local) *w, int64_t j, int n) {
     }
 }
 
-TARGET static int FN(local_step)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(local_step)(const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
         const ocomm_tensor *tensor = args->tensors + block->tensor;
@@ -551,8 +548,7 @@ INLINE void FN(synced_row)(const FN(synced) *w, int64_t j, int n, V sent, V aver
     }
 }
 
-TARGET static int FN(apply_update)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(apply_update)(const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
         const ocomm_tensor *tensor = args->tensors + block->tensor;
@@ -591,8 +587,7 @@ INLINE void FN(finite_row)(const float *grad, int n, I *bad) {
     UNROLL for (int v = 0; v < VECTORS; v++) bad[v] |= (I)(row[v] - row[v] != (V){0});
 }
 
-TARGET static int FN(finite)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(finite)(const call *args, const ocomm_block *blocks, int64_t count) {
     I bad[VECTORS];
     UNROLL for (int v = 0; v < VECTORS; v++) bad[v] = (I){0};
     for (int64_t k = 0; k < count; k++) {
@@ -656,7 +651,7 @@ TARGET static void FN(sketch)(const float *x, int64_t numel, uint64_t key, float
 
 /* y += factor * x: also the benchmarks' measure of what the memory gives. */
 TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
-    const axpy_call *args = of;
+    const call *args = of;
     const float factor = args->factor, *x = args->x + first;
     float *y = args->y + first;
     int64_t j = 0;
@@ -670,7 +665,7 @@ TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
 
 /* y += factor * x + factor * z: the same where three arrays are read and one is written. */
 TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
-    const axpy_call *args = of;
+    const triad_call *args = of;
     const float factor = args->factor, *x = args->x + first, *z = args->z + first;
     float *y = args->y + first;
     int64_t j = 0;

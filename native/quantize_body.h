@@ -95,8 +95,7 @@ INLINE void FN(quantize_rows)(int source, const ratio_work *w, draws *d, V *bad)
     }
 }
 
-TARGET static int FN(compress_quantized)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const ratio_call *args = of;
+TARGET static int FN(compress_quantized)(const call *args, const ocomm_block *blocks, int64_t count) {
     V bad = {0};
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
@@ -113,7 +112,7 @@ TARGET static int FN(compress_quantized)(const void *of, const ocomm_block *bloc
     return FN(all_finite)(&bad);
 }
 
-INLINE void FN(average_rows)(int source, const ratio_call *args, const sums_table *table, const ocomm_block *block,
+INLINE void FN(average_rows)(int source, const call *args, const sums_table *table, const ocomm_block *block,
                              draws *d, V *bad) {
     const int64_t length = block->length, whole = length & -ROW, at = block->bits - args->origin;
     float tile[TILE] __attribute__((aligned(64)));
@@ -144,8 +143,7 @@ INLINE void FN(average_rows)(int source, const ratio_call *args, const sums_tabl
     }
 }
 
-TARGET static int FN(average_quantized)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const ratio_call *args = of;
+TARGET static int FN(average_quantized)(const call *args, const ocomm_block *blocks, int64_t count) {
     V bad = {0};
     sums_table table;
     if (LOOKS_UP && args->ranks >= TABLED) fill_table(&table, args->weights);
@@ -164,8 +162,7 @@ TARGET static int FN(average_quantized)(const void *of, const ocomm_block *block
 
 #ifndef WITHOUT
 
-TARGET static int FN(soft_sign)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const ratio_call *args = of;
+TARGET static int FN(soft_sign)(const call *args, const ocomm_block *blocks, int64_t count) {
     V bad = {0};
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
@@ -213,8 +210,7 @@ INLINE void FN(compress_signs_row)(int zero_up, const ratio_work *w, int64_t j, 
     FN(store_out)(w->momentum_streams, w->momentum_out + j, m, n);
 }
 
-TARGET static int FN(compress_signs)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const ratio_call *args = of;
+TARGET static int FN(compress_signs)(const call *args, const ocomm_block *blocks, int64_t count) {
     V bad = {0};
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
@@ -244,8 +240,7 @@ INLINE void FN(apply_signs_row)(float *param, float decay, const uint8_t *bits, 
     FN(store)(param + j, p, n);
 }
 
-TARGET static int FN(apply_signs)(const void *of, const ocomm_block *blocks, int64_t count) {
-    const apply_call *args = of;
+TARGET static int FN(apply_signs)(const call *args, const ocomm_block *blocks, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         const ocomm_block *block = blocks + k;
         const ocomm_tensor *tensor = args->tensors + block->tensor;

@@ -1,10 +1,11 @@
 """Declares every loop that kernels offer, once: its name, its arguments with their kinds, and its result.
 
 ``Loops`` is a protocol for type checkers and a table for everything else. From its annotations are made: the prototypes
-in C and the C engine's call for an operation of a plan (``native/build.py``), the encoding of that operation
-(``collectives.native_engine``), the methods that call C (``kernels.cpu``), the copies to a device and back
-(``collectives.staged``, ``kernels.device``), and the arguments of a CUDA kernel (``kernels.cuda``). Written by hand are
-the declaration and the loop itself: in NumPy (``kernels.reference``), in C and for CUDA.
+in C, the functions in C that cut a loop into pieces for threads, the C engine's call for an operation of a plan (all
+three by ``native/build.py``), the encoding of that operation (``collectives.native_engine``), the methods that call C
+(``kernels.cpu``), the copies to a device and back (``collectives.staged``, ``kernels.device``), and the arguments of a
+CUDA kernel (``kernels.cuda``). Written by hand are the declaration and the loop itself: in NumPy
+(``kernels.reference``), in C and for CUDA.
 
 docs/architecture.md says how to add a computation. This module is also read when the extension is built, where there is
 neither NumPy nor ocomm, so it imports nothing but the standard library.
