@@ -654,9 +654,9 @@ MUTATIONS = [
     ),
     Mutation(
         "memory is freed in a CUDA graph's way",
-        "ocomm/kernels/cuda_device.py",
-        "        with contextlib.suppress(HorovodInternalError), device.current(), _beside_captures():",
-        "        with contextlib.suppress(HorovodInternalError), device.current():",
+        "ocomm/kernels/cuda_driver.py",
+        "        with contextlib.suppress(HorovodInternalError), context.current(), _beside_captures():",
+        "        with contextlib.suppress(HorovodInternalError), context.current():",
         "unit/test_cuda_device.py",
     ),
     Mutation(

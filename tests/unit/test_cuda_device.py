@@ -258,7 +258,7 @@ def native_tasks() -> None:
     engine = NativeEngine()
     channel = engine.open_channel(SimpleNamespace(size=1), 2)  # type: ignore[arg-type]
     prepared = channel.prepare(Plan("three tasks", [[Stage([*tasks])], [Stage()]]))
-    counts = lib.ocomm_device_counts(device.native)
+    counts = lib.ocomm_device_counts(device.context.native)
     for step in range(20):
         tensors["step_size"] = step // 2
         ticket = channel.submit(prepared, 0.0, True)
@@ -267,7 +267,7 @@ def native_tasks() -> None:
             engine.run(0.01)
         assert ticket.state == State.DONE and flags[0] == 0, (step, ticket.state, ticket.plan.failures(), flags)
     driver.fake_capture(0)
-    after = lib.ocomm_device_counts(device.native)
+    after = lib.ocomm_device_counts(device.context.native)
     # A table is copied when it has changed, and the flag goes back beside the message.
     assert [after.launches - counts.launches, after.copies - counts.copies] == [60, 20 * 4 + 10]
     assert driver.fake_depth() == 0
