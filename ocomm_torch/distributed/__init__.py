@@ -5,10 +5,10 @@
 """
 
 import ocomm_torch.distributed.joins  # noqa: F401 (Torch's join keeps works from now on)
-from ocomm.torch_backend import register
+from ocomm.torch_registration import register
 from ocomm_torch.distributed.group import OcommProcessGroup
 from ocomm_torch.distributed.start import create, rendezvous
 
 __all__ = ["OcommProcessGroup", "create", "rendezvous"]
 
-register()
+register(create, rendezvous)

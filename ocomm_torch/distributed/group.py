@@ -23,7 +23,7 @@ from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.kernels.base import Bytes
 from ocomm.ordered import Build, Call, Exchange, OrderedChannel
 from ocomm.session import Session
-from ocomm.torch_backend import NAME
+from ocomm.torch_registration import NAME
 from ocomm.types import ReduceOp
 from ocomm_torch.distributed.futures import Completer
 from ocomm_torch.distributed.tensors import (

@@ -18,6 +18,10 @@ def test_the_layers_of_pyproject_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def product() -> list[Path]:
+    return [path for package in ("ocomm", "ocomm_torch", "ocomm_tf") for path in (ROOT / package).rglob("*.py")]
+
+
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file names in any import statement, at module level or inside functions."""
     names: set[str] = set()
@@ -38,8 +42,13 @@ def test_no_room_imports_another_for_types_alone() -> None:
     assert [path.name for path in files if "TYPE_CHECKING" in path.read_text()] == []
 
 
+def test_no_module_imports_another_by_its_name_in_a_string() -> None:
+    """The contracts do not see such imports either."""
+    assert [path.name for path in product() if 'import_module("ocomm' in path.read_text()] == []
+
+
 def test_one_module_imports_mpi4py() -> None:
-    files = [path for package in ("ocomm", "ocomm_torch", "ocomm_tf") for path in (ROOT / package).rglob("*.py")]
+    files = product()
     assert len(files) > 20
     assert [str(p.relative_to(ROOT)) for p in files if "mpi4py" in imported(p)] == ["ocomm/mpi_library.py"]
 
