@@ -1,8 +1,4 @@
-"""Compression of what an allreduce sends: Horovod's interface, for formats that can be summed.
-
-Subclass ``Compressor`` for another format. 1-bit compression does not fit this interface, because a sum of signs is not
-a sign: ``allreduce`` handles it separately, and training has the 1-bit optimizers.
-"""
+"""Compression of what an allreduce of Torch's tensors sends; ``ocomm.compressors`` has the interface."""
 
 from __future__ import annotations
 
@@ -11,74 +7,29 @@ from typing import Any
 
 import torch
 
+from ocomm import compressors
+from ocomm.compressors import UNCOMPRESSED as UNCOMPRESSED
+from ocomm.compressors import CastCompressor, may_have_overflowed
+from ocomm.compressors import Compressor as Compressor
+from ocomm.compressors import NoneCompressor as NoneCompressor
 from ocomm.errors import InvalidRequestError
 
 
-class Compressor:
-    """Compresses tensors before a reduction, which sums the results of ``compress``. Subclasses define both methods."""
-
-    #: True if a finite tensor, or a sum of such, can become infinite on the wire. It is then reduced again,
-    #: uncompressed.
-    may_overflow = False
-    #: True if tensors are sent as they are.
-    changes_nothing = False
+class _Cast(CastCompressor):
+    @staticmethod
+    def _is_floating(tensor: torch.Tensor) -> bool:
+        return tensor.dtype.is_floating_point
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns the tensor to send, and a context for ``decompress``."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the reduced tensor in its original dtype."""
-        raise NotImplementedError
+    def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
 
 
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    changes_nothing = True
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class _CastCompressor(Compressor):
-    """Sends floating-point tensors in a smaller dtype; sums are computed in float32 and rounded once."""
-
-    wire: torch.dtype
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if not tensor.dtype.is_floating_point:
-            return tensor, None
-        return tensor.to(cls.wire), tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor if ctx is None else tensor.to(ctx)
-
-
-class FP16Compressor(_CastCompressor):
-    """float16: 11 bits of mantissa, values up to 65504.
-
-    If a reduction is infinite because an element or a sum is beyond 65504, all ranks repeat it in the tensor's own
-    dtype. So a large gradient costs a second exchange; in Horovod it makes the parameters infinite. Values that are
-    infinite or NaN before compression stay so, for ``GradScaler`` to find. Elements below 3e-8 become 0.
-    """
-
+class FP16Compressor(_Cast, compressors.FP16Compressor):
     wire = torch.float16
-    may_overflow = True
 
 
-class BF16Compressor(_CastCompressor):
-    """bfloat16: 8 bits of mantissa, the range of float32."""
-
+class BF16Compressor(_Cast, compressors.BF16Compressor):
     wire = torch.bfloat16
 
 
@@ -97,20 +48,11 @@ class OneBitCompressor(Compressor):
         )
 
 
-class CodesCompressor(Compressor):
-    """Whole numbers of ``bits`` bits with a scale for every 128 elements, for ``DistributedOptimizer``.
-
-    What a step loses is kept and added in the next one, at the rank that sends and at the one that averages.
-    """
-
-    bits: int
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        raise InvalidRequestError(
-            f"Compression.int{cls.bits} is for DistributedOptimizer. A single tensor can be averaged with "
-            "Compression.onebit and a name, or with fp16 and bf16."
-        )
+class CodesCompressor(compressors.CodesCompressor):
+    _refusal = (
+        "DistributedOptimizer. A single tensor can be averaged with Compression.onebit and a name, or with fp16 and "
+        "bf16."
+    )
 
 
 class Int8Compressor(CodesCompressor):
@@ -136,10 +78,6 @@ class Compression:
     onebit = OneBitCompressor
 
 
-#: Ends the name of a tensor that is reduced again, uncompressed.
-UNCOMPRESSED = ".uncompressed"
-
-
 def is_kind(compression: object, kind: type[Compressor]) -> bool:
     """Returns True if a compressor, a class or an object as Horovod takes them, is of the class ``kind``."""
     return issubclass(compression if isinstance(compression, type) else type(compression), kind)
@@ -150,14 +88,9 @@ def has_overflowed(
 ) -> bool:
     """Returns True if an element of a compressed reduction is not finite, possibly because of ``compression``.
 
-    Args:
-        compression: The compressor.
-        reduced: Results of the reduction, before ``decompress``. They are the same on all ranks, and so is the result.
-        originals: The tensors given to ``compress``, of which only the dtypes are used.
+    The arguments are those of ``may_have_overflowed``. All ranks have the same results, and so the same answer.
     """
-    if not getattr(compression, "may_overflow", False):  # a user's class need not be a Compressor
-        return False
-    changed = [r for r, o in zip(reduced, originals, strict=True) if r.dtype != o.dtype and r.numel()]
+    changed = [r for r in may_have_overflowed(compression, reduced, originals) if r.numel()]
     if not changed:
         return False
     # Both are NaN if an element is NaN. This takes a tenth of the time of a norm or isfinite() on a CPU.
