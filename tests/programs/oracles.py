@@ -182,13 +182,13 @@ class Oracle:
         elif setup.kind.startswith("1-bit Adam"):
             made = ShardedAdam if setup.shard_state else TorchAdam
             self._sim = made(params, setup.ranks, inner=inner, **options, **common, **blocks)
-            self._decays = ["coupled"]
+            self._decays = ["decoupled" if setup.decoupled else "coupled"]
         elif setup.kind.startswith("1-bit LAMB"):
             self._sim = onebit_lamb.Simulation(params, setup.ranks, **options, **common, **blocks)
             self._decays = ["decay"]
         elif setup.kind.startswith("0/1 Adam"):
             self._sim = zero_one_adam.Simulation(params, setup.ranks, **options, **common, **blocks)
-            self._decays = ["coupled"]
+            self._decays = ["decoupled" if setup.decoupled else "coupled"]
         elif setup.kind == "Lion":
             self._sim = lion.Lion(params, setup.ranks, **common)
         elif setup.kind == "EF-SGD":

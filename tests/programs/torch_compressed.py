@@ -81,6 +81,8 @@ class Setup:
     #: Which parameters are bfloat16.
     low: tuple[int, ...] = ()
     decay: float = 0.0
+    #: Whether AdamW is wrapped, whose decay is taken from parameters, instead of Adam.
+    decoupled: bool = False
     passes: int = 1
     block_size: int | str = 16
     overlap: bool = True
@@ -104,7 +106,8 @@ class Setup:
 
     @property
     def optimizer(self) -> Kind:
-        return {**KINDS, **CODES}[self.kind]
+        kind = {**KINDS, **CODES}[self.kind]
+        return replace(kind, inner=torch.optim.AdamW) if self.decoupled else kind
 
     def options(self, *, clean: bool) -> dict[str, Any]:
         if self.is_in_codes:
@@ -259,6 +262,7 @@ def _setups(draw: st.DrawFn) -> Setup:
         "engine": engine,
         "low": low,
         "decay": draw(st.sampled_from([0.0, 0.0, 0.25] if not coupled else [0.0, 0.25])),
+        "decoupled": kind.startswith(("1-bit Adam", "0/1 Adam")) and draw(st.booleans()),
         "passes": draw(st.sampled_from([1, 1, 2])),
         "frozen": draw(st.sampled_from([(), (), (0,), (3,)])),
         # Torch's fused SGD fails where some parameters have no momentum yet.
