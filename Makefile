@@ -48,9 +48,9 @@ $(STAMP)-trainers: $(STAMP)
 
 # Three tiers, which CONTRIBUTING.md describes. Every test is in `test` or in `test-long`.
 #
-# Ranks are threads of one process, and share its one lock; a job that a test starts is waited for. Three processes keep two
+# Ranks are threads of one process, and share its one lock; a job that a test starts is waited for. Four processes keep two
 # cores busy. Where one of them has nothing left to do, it takes over half of what another has not begun.
-TOGETHER := -q -n 3 --dist worksteal --durations=20 --durations-min=5
+TOGETHER := -q -n 4 --dist worksteal --durations=20 --durations-min=5
 #: Laws and contracts: no framework trains, and no job is started.
 FAST := tests/unit tests/contract tests/architecture --ignore=tests/architecture/test_examples.py \
     --ignore=tests/contract/test_ptx.py

@@ -374,9 +374,9 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Programs of up to seven steps."""
+    """Programs of up to ten steps: what is compressed after three has some left."""
     setup = draw(_setups())
-    count = draw(st.integers(1, 7))
+    count = draw(st.integers(1, 10))
     steps = tuple(draw(_steps(setup, number == count - 1)) for number in range(count))
     return Program(setup, steps, draw(st.integers(0, 1 << 16)))
 
