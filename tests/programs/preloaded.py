@@ -1,5 +1,6 @@
 """What all programs import, for the server that forks their processes."""
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +20,6 @@ import tests.frontends.every_kind
 
 __all__ = ["hypothesis", "keras", "ocomm_tf", "ocomm_torch", "tests", "torch"]
 torch.set_num_threads(1)
+
+# What is imported here is no garbage: a collection in a child would look at all of it, for a second.
+gc.freeze()
