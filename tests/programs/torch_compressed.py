@@ -107,6 +107,8 @@ class Setup:
     @property
     def optimizer(self) -> Kind:
         kind = {**KINDS, **CODES}[self.kind]
+        if self.kind.endswith(", compressed"):  # most programs have few steps
+            kind = replace(kind, options={"freeze_step": 1})
         return replace(kind, inner=torch.optim.AdamW) if self.decoupled else kind
 
     def options(self, *, clean: bool) -> dict[str, Any]:
