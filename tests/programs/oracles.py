@@ -17,6 +17,7 @@ import torch
 from tests.oracle import birder, dense_adam, ef_sgd, lion, onebit_adam, onebit_lamb, zero_one_adam
 from tests.oracle.clipping import Clipping
 from tests.oracle.dense_codes import DenseCodes
+from tests.programs.torch_scripts import Edit
 
 F = np.float32
 Array = np.ndarray
@@ -126,7 +127,6 @@ class Codes:
             DenseCodes(p.numel(), len(nodes), bits, [slice(0, p.numel())], 0.8 if bits == 4 else 0.0)
             for p in self._parameters
         ]
-        self.lr: Callable[[int], float]
 
     @property
     def params(self) -> list[Array]:
@@ -155,7 +155,7 @@ def supports(program: Any) -> bool:
     setup = program.setup
     ends = {step.end for step in program.steps}
     events = [event for step in program.steps for event in (*step.before, *step.between)]
-    if setup.is_in_codes and any(type(event).__name__ == "Edit" for event in events):
+    if setup.is_in_codes and any(isinstance(event, Edit) for event in events):
         return False  # of averages, which a rank's gradients do not show
     return not ("drop" in ends and setup.kind == "0/1 Adam, local steps")
 
@@ -163,8 +163,9 @@ def supports(program: Any) -> bool:
 class Oracle:
     """The simulation of a program's optimizer, from ``parameters`` on."""
 
-    def __init__(self, setup: Any, kind: Any, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, setup: Any, parameters: Sequence[torch.Tensor]) -> None:
         self._setup = setup
+        kind = setup.optimizer
         options = dict(kind.options)
         params = [p.detach().float().numpy() for p in parameters]
         low = [at for at, p in enumerate(parameters) if p.dtype is not torch.float32]
@@ -172,9 +173,7 @@ class Oracle:
         common: dict[str, Any] = {"nodes": nodes}
         if setup.max_grad_norm is not None:
             common["clipping"] = Clipping(setup.max_grad_norm, previous=setup.clip == "previous")
-        inner = functools.partial(
-            kind.inner, lr=1e-2, weight_decay=setup.decay, **{"fused" if setup.fused else "foreach": setup.fused}
-        )
+        inner = functools.partial(kind.inner, **setup.inner_options)
         self._decays = ["weight_decay"]
         blocks = {"block_size": setup.block_size, "dense_bits": setup.dense_bits}
         if setup.is_in_codes:
@@ -204,10 +203,10 @@ class Oracle:
         """Takes the step that each rank has recorded."""
         gradients = [[None if g is None else g.float().numpy() for g in own.gradients] for own in taken]
         group, sim = taken[0].group, self._sim
-        sim.lr = lambda t: group["lr"]
         if isinstance(sim, Codes):
             sim.step(gradients, group)
             return
+        sim.lr = lambda t: group["lr"]
         for name in self._decays:
             setattr(sim, name, group["weight_decay"])
         if hasattr(sim, "beta1"):
@@ -242,16 +241,15 @@ class Oracle:
     def parameters(self, rank: int) -> list[torch.Tensor]:
         """Returns the parameters of a rank, flat, in their types."""
         worker = rank // self._setup.slots if self._setup.slots else rank
-        found = [torch.from_numpy(self._flat(at, worker).copy()) for at in range(4)]
+        found = [torch.from_numpy(self._flat(at, worker).copy()) for at in range(len(self._sim.params))]
         return [value.bfloat16() if at in self._low else value for at, value in enumerate(found)]
 
 
-def compare(setup: Any, kind: Any, records: Sequence[Sequence[tuple[int, Record, list[torch.Tensor]]]]) -> None:
+def compare(setup: Any, records: Sequence[Sequence[tuple[int, Record, list[torch.Tensor]]]]) -> None:
     """Raises AssertionError where the parameters of a rank are not those of the simulation.
 
     Args:
         setup: That of the program.
-        kind: The optimizer.
         records: By rank, what it has recorded: the step, what was done, and its parameters after that.
     """
     oracle: Any = None
@@ -259,7 +257,7 @@ def compare(setup: Any, kind: Any, records: Sequence[Sequence[tuple[int, Record,
         number, record, _ = each[0]
         match record:
             case Begun():
-                oracle = Oracle(setup, kind, record.parameters)
+                oracle = Oracle(setup, record.parameters)
             case Written():
                 oracle.write(record.at, record.values)
             case Finished():
