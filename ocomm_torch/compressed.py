@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import textwrap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -71,8 +72,7 @@ ARGUMENTS = {
 
 
 _SECTIONS = """\
-``step`` {step}. Making the optimizer and its steps are
-collective.
+{step}
 
 Args:
     {{arguments}}
@@ -100,9 +100,9 @@ def optimizer_face(
         texts: The documentation of arguments by name.
     """
     lacking = {*core.fixed_options, *MemoryOptions.texts()}.difference(memory)
-    return face(
-        (core.options_class, Common, MemoryOptions), _SECTIONS.format(step=step), lacking, **{**ARGUMENTS, **texts}
-    )
+    whole = textwrap.fill(f"``step`` {step}. Making the optimizer and its steps are collective.", 116)
+    sections = _SECTIONS.format(step=whole)
+    return face((core.options_class, Common, MemoryOptions), sections, lacking, **{**ARGUMENTS, **texts})
 
 
 class CompressedOptimizer(HasRankState):

@@ -25,7 +25,7 @@ from ocomm.optim.grid import Grid
 from ocomm.optim.stepper import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
-from ocomm.training.diloco import DiLoCoDriver
+from ocomm.training.diloco import LACKING, DiLoCoDriver
 from ocomm_torch import loss_scaling
 from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
@@ -64,7 +64,7 @@ Raises:
 @face(
     (DiLoCoOptions, Common),
     _SECTIONS,
-    {*Common.texts()} - {"block_size", "hierarchical"},
+    LACKING,
     **ARGUMENTS,
     optimizer="Any ``torch.optim.Optimizer`` that can step without a closure, over float32, bfloat16 or float16 "
     "parameters. Its settings are used as they are in each step, so LR schedulers on either object work; all ranks "

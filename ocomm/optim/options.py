@@ -1,9 +1,8 @@
 """Definitions of an optimizer's options: each once, in a frozen dataclass beside its core.
 
 A field is an ``option``: a type, the default of the option, its documentation, whether all ranks must choose the same
-value, and whether a saved state needs the same value. ``__post_init__`` checks the values. Frontends repeat names,
-types and defaults in their signatures, where editors look for them, and show the documentation with
-``docstrings.documented``; ``tests/architecture/test_options.py`` compares both with the definitions.
+value, and whether a saved state needs the same value. ``__post_init__`` checks the values. ``ocomm.faces`` makes the
+frontends' signatures and docstrings of them.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from ocomm.training.driver import Driver, Frontend
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
+#: Options of ``Common`` for which DiLoCo has no use.
+LACKING = {*Common.texts()} - {"block_size", "hierarchical"}
 
 
 class LocalFrontend(Frontend, Protocol):

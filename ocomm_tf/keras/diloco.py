@@ -28,7 +28,7 @@ from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.grid import Grid
 from ocomm.session import Session
 from ocomm.training.common import Common
-from ocomm.training.diloco import DiLoCoDriver
+from ocomm.training.diloco import LACKING, DiLoCoDriver
 from ocomm.training.resume import Source
 from ocomm_tf import engine, mpi_ops
 from ocomm_tf.errors import of_tensorflow
@@ -396,7 +396,7 @@ Raises:
 @face(
     (DiLoCoOptions, Common),
     _SECTIONS,
-    {*Common.texts()} - {"block_size", "hierarchical"},
+    LACKING,
     variables=ARGUMENTS["variables"],
     process_set=ARGUMENTS["process_set"],
     optimizer="Any optimizer of Keras that was not used yet; its own step is made, on this rank's gradients.",
