@@ -165,6 +165,7 @@ def programs(draw: st.DrawFn) -> Program:
     ranks, slots = draw(st.sampled_from([(2, 0), (2, 0), (3, 0), (4, 2)]))
     has_moments = kind.startswith(("1-bit", "0/1"))
     dense_bits = draw(st.sampled_from([32, 32, 16, 8, 4])) if has_moments else 32
+    has_other = kind == "SoftSignSGD" or is_local or (model.clip is not None and model.clip[0] == "global_clipnorm")
     may_shard = kind.startswith("1-bit Adam") and dense_bits == 32 and not slots
     setup = Setup(
         model=model,
@@ -173,7 +174,7 @@ def programs(draw: st.DrawFn) -> Program:
         slots=slots,
         block_size=draw(st.sampled_from([16, 4096, "tensor"])),
         overlap=draw(st.sampled_from([True, True, False])),
-        max_grad_norm=draw(st.sampled_from([None, None, 2.0])) if kind != "SoftSignSGD" and not is_local else None,
+        max_grad_norm=None if has_other else draw(st.sampled_from([None, None, 2.0])),
         clip=draw(st.sampled_from(["exact", "previous"])),
         dense_bits=dense_bits,
         shard_state=may_shard and draw(st.sampled_from([False, False, True])),

@@ -104,6 +104,10 @@ class Setup:
         return self.kind in CODES
 
     @property
+    def has_local_steps(self) -> bool:
+        return self.kind.startswith("0/1 Adam, local")
+
+    @property
     def optimizer(self) -> Kind:
         kind = {**KINDS, **CODES}[self.kind]
         if self.kind.endswith(", compressed"):  # most programs have few steps
@@ -353,6 +357,8 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
     end = draw(st.sampled_from(["step"] * 7 + ["closure", "clear", "skip", "nan", "nan", "drop"]))
     if setup.is_in_codes and end in ("clear", "skip", "drop"):
         end = "step"  # backward waits for the other ranks
+    if setup.has_local_steps and end == "drop":
+        end = "step"  # ranks may have different parameters
     if last and draw(st.integers(0, 3)) == 0 and not setup.is_in_codes:
         end = "disagree"
     between = draw(_events(setup, between=True)) if eventful == 2 and end != "closure" else ()
@@ -368,7 +374,7 @@ def _steps(draw: st.DrawFn, setup: Setup, last: bool) -> Step:
         between = tuple(event for event in between if not isinstance(event, Put))
     return Step(
         passes=passes,
-        zeros=draw(st.integers(0, 3)) == 0,
+        zeros=not setup.free_gradients and draw(st.integers(0, 3)) == 0,
         before=before,
         split=draw(st.booleans()),
         no_sync=no_sync,
@@ -590,6 +596,9 @@ class Script(Model):
             taken = replace(now, gradients=taken.gradients) if self.program.setup.is_in_codes else now
             self.optimizer.step()
             self.record(number, taken)
+        elif step.end == "clear" or (step.end == "skip" and step.victim == self.rank):
+            for p in self.p:
+                p.grad = None
         elif step.end == "drop":
             self.drop()
             self.optimizer = self.program.setup.wrap(self.p, clean=self.clean)

@@ -353,6 +353,11 @@ def programs(draw: st.DrawFn) -> Program:
 # Running
 
 
+def in_layout(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Returns ``gradient`` in the layout that backward gives it, on which depends how Torch rounds steps in 16 bits."""
+    return torch.empty_like(p).copy_(gradient)
+
+
 class Script(Model):
     """What a script does on one rank, with whatever optimizer ``wrap`` makes."""
 
@@ -536,10 +541,8 @@ class ByHand(Script):
         for a_pass, used in passes[-1:] if step.way == "set" else passes:
             for i in [i for i in used if i in self.trained]:
                 new = self.gradient(number, a_pass, i) * self.factor(number, a_pass)
-                if step.way == "set":
-                    self.p[i].grad = new
-                elif self.p[i].grad is None:
-                    self.p[i].grad = torch.empty_like(self.p[i]).copy_(new)
+                if step.way == "set" or self.p[i].grad is None:
+                    self.p[i].grad = in_layout(self.p[i], new)
                 else:
                     self.p[i].grad += new
 
@@ -670,7 +673,7 @@ class WithOcomm(Script):
         if step.way == "set":
             last = len(passes) - 1
             for i in [i for i in passes[last] if i in self.trained]:
-                self.p[i].grad = self.gradient(number, last, i) * self.factor(number, last)
+                self.p[i].grad = in_layout(self.p[i], self.gradient(number, last, i) * self.factor(number, last))
             return
         for a_pass, used in enumerate(passes):
             hold = step.no_sync and a_pass < len(passes) - 1
