@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -49,13 +50,22 @@ def schedule(steps: int) -> Callable[[int], float]:
 
 
 def train(
-    task: Task, wrap: Wrap, settings: Settings, *, seed: int, steps: int, max_grad_norm: float | None = None
+    task: Task,
+    wrap: Wrap,
+    settings: Settings,
+    *,
+    seed: int,
+    steps: int,
+    max_grad_norm: float | None = None,
+    around: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Run:
     """Trains the task's model; parameters, batches and schedule depend on ``seed``, ``steps`` and the lr alone.
 
-    ``max_grad_norm``: what dense averages are clipped by; compressed optimizers clip by themselves.
+    ``max_grad_norm``: what dense averages are clipped by; compressed optimizers clip by themselves. ``around`` wraps
+    the model, as DistributedDataParallel does, whose backward pass leaves averages.
     """
     model = task.model_of(seed)
+    module = around(model)
     adam = torch.optim.Adam(model.parameters(), lr=settings["lr"], betas=BETAS)
     optimizer = wrap(adam, model, steps, settings)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(steps))
@@ -63,21 +73,24 @@ def train(
     started = time.perf_counter()
     for step in range(steps):
         optimizer.zero_grad()
-        loss = task.loss(model, task.draw(seed, step, hvd.rank()))
+        loss = task.loss(module, task.draw(seed, step, hvd.rank()))
         loss.backward()
         losses[step] = loss.item()
         try:
             if max_grad_norm is None:
                 optimizer.step()
             else:
-                optimizer.synchronize()
+                averages = hasattr(optimizer, "synchronize")
+                if averages:
+                    optimizer.synchronize()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-                with optimizer.skip_synchronize():
+                with optimizer.skip_synchronize() if averages else contextlib.nullcontext():
                     optimizer.step()
         except NonFiniteError:
             break
         scheduler.step()
-    report = optimizer.compression_report() if hasattr(optimizer, "compression_report") else {}
+    counting = [counts for counts in (optimizer, module) if hasattr(counts, "compression_report")]
+    report = counting[0].compression_report() if counting else {}
     replicas_equal = synchronise(model, report)
     losses = hvd.allreduce(losses, name="losses")
     finite = bool(losses.isfinite().all())

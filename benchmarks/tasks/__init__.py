@@ -12,6 +12,10 @@ from torch.nn import functional
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+#: Examples of a validation batch.
+VALIDATED = 250
+
+
 @dataclass(frozen=True)
 class Task:
     """Data and model of one task.
@@ -47,9 +51,9 @@ class Task:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, part: slice = slice(None)) -> torch.Tensor:
-        """(sum of cross-entropies, right answers, predictions) over a part of the validation split, float64."""
+        """(sum of cross-entropies, right answers, predictions) over a part of the validation batches, float64."""
         sums = torch.zeros(3, dtype=torch.float64)
-        for inputs, targets in zip(*(half[part].split(250) for half in self.validation), strict=True):
+        for inputs, targets in zip(*(half.split(VALIDATED)[part] for half in self.validation), strict=True):
             scores, wanted = model(inputs).flatten(0, -2), targets.flatten()
             hits = (scores.argmax(1) == wanted).sum()
             sums += torch.tensor([functional.cross_entropy(scores, wanted, reduction="sum"), hits, len(wanted)])
