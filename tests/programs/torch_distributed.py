@@ -345,6 +345,12 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 FORMS = tuple(LAYOUTS)
 
 
+def _form(event: Call | Messages, member: int) -> str:
+    form = event.forms[member]
+    # Torch itself refuses most conjugates.
+    return "plain" if event.dtype == "complex64" and form == "lazy" else form
+
+
 def tensor_of(values: np.ndarray, dtype: str, form: str) -> torch.Tensor:
     return LAYOUTS[form](torch.from_numpy(np.array(values)).to(getattr(torch, dtype)))
 
@@ -479,9 +485,7 @@ class Script:
     def collective(self, number: int, call: Call) -> tuple[Any, list[torch.Tensor], list[np.ndarray]]:
         members, group = self.program.groups[call.group], self.groups[call.group]
         size, me = len(members), members.index(self.rank)
-        form, root = call.forms[me], members[call.root]
-        if call.dtype == "complex64" and form == "lazy":
-            form = "plain"  # Torch itself refuses most of them
+        form, root = _form(call, me), members[call.root]
         options = {"group": group, "async_op": call.asynchronous}
         say = self.program.values
 
@@ -596,10 +600,10 @@ class Script:
         for k, (source, to, tag) in enumerate(event.ends):
             values = self.program.values(event, event.shape, number, k)
             if source == me:
-                sent = tensor_of(values, event.dtype, event.forms[me])
+                sent = tensor_of(values, event.dtype, _form(event, me))
                 starts.append(dist.P2POp(dist.isend, sent, members[to], group, tag))
             elif to == me:
-                got = tensor_of(np.zeros(event.shape, bool), event.dtype, event.forms[me])
+                got = tensor_of(np.zeros(event.shape, bool), event.dtype, _form(event, me))
                 starts.append(dist.P2POp(dist.irecv, got, members[source], group, tag))
                 received.append(got)
                 expected.append(values)
