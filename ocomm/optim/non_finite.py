@@ -32,8 +32,9 @@ def non_finite_ranks(
         found = {rank for each in heard for rank in each.ranks_with(Flag.NON_FINITE)}
         if found:
             return [wire.ranks[rank] for rank in sorted(found)]
-    if is_known or not all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments):
-        header.header["flags"] = Flag.NON_FINITE
+    # Not what the rank has said in its vote, which may have been of its node's sum.
+    is_finite = all(core.kernels.finite(s.blocks, core.gradients) for flow in flows for s in flow.segments)
+    header.header["flags"] = Flag.NON_FINITE if is_known or not is_finite else 0
     header.header["attempt"] = _ROUND
     wire.run(held.prepared, f"{wire.name}: step {step}")
     return [wire.ranks[rank] for rank in header.ranks_with(Flag.NON_FINITE)]

@@ -70,6 +70,12 @@ _TORCH_COMPRESSED = (
         )
         for kind, what, value in (("EF-SGD", "lr", 0.02), ("0/1 Adam", "beta", 0.8))
     ],
+    # A rank of which half a node's sum is NaN, while its own gradients are not.
+    torchs.Program(
+        torchs.Setup("0/1 Adam, local steps", 4, 2),
+        (*[torchs.Step(_FOUR)] * 3, torchs.Step(_FOUR, end="nan")),
+        270,
+    ),
     # Parameters in 16 bits that are written after the wrap, and a first step that a rank begins in step().
     torchs.Program(
         torchs.Setup("Birder", low=(0,)), (torchs.Step((_WHOLE, ((),)), before=(torchs.Write(0, "new data"),)),)
