@@ -4,8 +4,8 @@ Averages are made while backward goes on. In each step autograd calls ``_on_grad
 starts allreduces, some megabytes at a time. When the backward pass that completed the last gradient ends,
 ``_on_backward_end`` waits for them. So ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()``
 sees averages, as with DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by
-``synchronize()``, by ``step()`` and before a GradScaler unscales (``ocomm_torch.loss_scaling``), on all ranks; and on a
-rank with gradients under way, where they are used (``ocomm_torch.watched``) or something reads ``param_groups``.
+``synchronize()``, by ``step()`` and before a GradScaler unscales (``ocomm_torch.loss_scaling``), on all ranks; and on
+a rank with gradients under way, where they are used (``backward.watched``) or something reads ``param_groups``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from ocomm.training.comparison import StepComparison
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_torch import loss_scaling
+from ocomm_torch.backward.hooks import hook_gradient
+from ocomm_torch.backward.late_averages import LateAverages
+from ocomm_torch.backward.passes import Passes, Verdict
+from ocomm_torch.backward.watched import add_watcher, release, watch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
 from ocomm_torch.ddp_modules import refuse_averaged
-from ocomm_torch.gradient_hooks import hook_gradient
-from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
@@ -47,7 +49,6 @@ from ocomm_torch.naming import NamesParameters
 from ocomm_torch.parameters import gradient_dtype
 from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
 from ocomm_torch.tensor_memory import is_dtensor, is_part, is_shared, why_untrainable
-from ocomm_torch.watched import add_watcher, release, watch
 from ocomm_torch.wrapped import OF_ANOTHER, frozen_error
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
@@ -115,9 +116,8 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._axis = process_set if isinstance(process_set, DataAxis) else None
         #: The place in a grid whose data axis is the process set; None without other axes.
         self._grid = grid
-        self.backward_passes_per_step = backward_passes_per_step
+        self._passes = Passes(backward_passes_per_step, names)
         self._group_of = {p: group for group in groups for p in group}
-        self._delay = dict.fromkeys(names, backward_passes_per_step)
         self._partial: set[Tensor] = set()  # DTensors whose gradients are partial sums, which torch adds up
         self._waiting: set[Tensor] = set()  # ready gradients in groups that are not complete
         self._bucket: list[Tensor] = []  # ready gradients that wait for others to be submitted with
@@ -135,7 +135,6 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._synchronized = False  # and synchronize() has been called
         self._late = LateAverages()
         self._should_synchronize = True
-        self._accumulates = False  # inside no_sync()
         self._is_distributed = process_set.included() and process_set.size() > 1
         self._no_rows: dict[Tensor, Tensor] = {}  # empty sparse gradients, which count as zeros
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
@@ -259,14 +258,15 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         for p in new:
             check_averaged(self._names[p], p, self._axis)
             self._hooked[p] = None
-            self._delay.setdefault(p, self.backward_passes_per_step)
+            self._passes.add(p)
             weakref.finalize(self, hook_gradient(p, hook).remove)
         return new
 
     # Backward
 
     def _on_gradient(self, p: Tensor) -> None:
-        if self._delay[p] <= 0:
+        verdict = self._passes.count(p)
+        if verdict is Verdict.EXTRA:
             if _in_reentrant_checkpoint():
                 raise AssertionError(
                     f"the gradient of '{self._names[p]}' came again after it had been submitted. It is used in several "
@@ -278,11 +278,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             raise AssertionError(TOO_MANY_PASSES)
         if self._averaged:
             self.end_step()
-        if self._accumulates:
-            self._delay[p] = max(self._delay[p] - 1, 1)  # one that exchanges is yet to come
-            return
-        self._delay[p] -= 1
-        if self._delay[p] > 0:
+        if verdict is Verdict.KEEP:
             return
         self._ready(p)
         if not self._callback_queued:
@@ -313,7 +309,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self.backward_ended = time.perf_counter()
         for p in self._hook_parameters():  # this pass has called no hook of theirs
             if p.grad is not None:
-                self._delay[p] = 0
+                self._passes.complete(p)
                 self._ready(p)
         if self._partial:
             partial = [p for p in self._hooked if p in self._partial]
@@ -616,7 +612,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._waiting.clear()
         self._partial.clear()
         self._callback_queued = False
-        self._delay = dict.fromkeys(self._delay, self.backward_passes_per_step)
+        self._passes.restart()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -645,17 +641,12 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         finally:
             self._should_synchronize = True
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
 
         It says which passes of a step are not its last where their number differs from step to step. Not collective.
         """
-        before, self._accumulates = self._accumulates, True
-        try:
-            yield
-        finally:
-            self._accumulates = before
+        return self._passes.held()
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -730,7 +721,15 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sums gradients over ``passes`` backward passes before they are averaged over the ranks, from now on."""
         self.backward_passes_per_step = passes
-        self._delay = dict.fromkeys(self._delay, passes)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes whose gradients are summed before they are averaged over the ranks."""
+        return self._passes.per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._passes.per_step = passes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as the wrapped optimizer does; gradients under way are waited for and forgotten."""

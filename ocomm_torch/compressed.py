@@ -32,10 +32,12 @@ from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.types import Flag
 from ocomm_torch import loss_scaling
+from ocomm_torch.backward.hooks import hook_gradient
+from ocomm_torch.backward.passes import Passes, Verdict
+from ocomm_torch.backward.watched import add_watcher
 from ocomm_torch.checkpoint import check_plain, numbered_groups, step_count, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.ddp_modules import DDPModule
-from ocomm_torch.gradient_hooks import hook_gradient
 from ocomm_torch.gradients import Gradients
 from ocomm_torch.masters import Masters
 from ocomm_torch.memory_options import MemoryOptions
@@ -44,7 +46,6 @@ from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
 from ocomm_torch.placement import Placement, offloaded, placement
 from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.watched import add_watcher
 from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, stand_for_inner
 
 if TYPE_CHECKING:
@@ -170,12 +171,9 @@ class CompressedOptimizer(HasRankState):
             self._names, self._tensors, self._orders, self._masters, self._placement, memory.free_gradients
         )
         self.locate = self._gradients.locate
-        self.backward_passes_per_step = self._common.backward_passes_per_step
-        self._passes_left = [self.backward_passes_per_step] * len(self._parameters)
+        self._passes = Passes(self._common.backward_passes_per_step, range(len(self._parameters)))
         #: Number of steps that ``zero_grad`` has skipped.
         self._cleared = 0
-        #: True inside ``no_sync``.
-        self._accumulates = False
         self._ddp = DDPModule(self._parameters, f"Distributed{type(self).__name__}")
         self.groups()  # raises for options that would be ignored
         self.process_set: ProcessSet = global_process_set if process_set is None else process_set
@@ -370,18 +368,13 @@ class CompressedOptimizer(HasRankState):
         if self._stepper.begun and self._driver.is_decay_coupled and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
 
         It says which passes of a step are not its last where their number differs from step to step, as
         DistributedDataParallel's ``no_sync`` does, which needs nothing here. Not collective.
         """
-        before, self._accumulates = self._accumulates, True
-        try:
-            yield
-        finally:
-            self._accumulates = before
+        return self._passes.held()
 
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """Handles more backward passes than expected: of the same step, or of the next one after a step that never
@@ -483,7 +476,7 @@ class CompressedOptimizer(HasRankState):
         self._gradients.forget()
         if self._local.inside:
             self._local.forget()
-        self._passes_left[:] = [self.backward_passes_per_step] * len(self._passes_left)
+        self._passes.left.update(self._passes.first)  # restart(), without a call of Python's
 
     def skip(self, *, overflow: bool = False) -> None:
         """Skips the current step on this rank, so that no rank takes it. ``overflow``: this rank's gradients are not
@@ -501,6 +494,11 @@ class CompressedOptimizer(HasRankState):
             self.outcome = self._driver.skip(overflow)
         finally:
             self._forget()
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes whose gradients are summed in a step."""
+        return self._passes.per_step
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -724,17 +722,15 @@ def _on_gradient(reference: weakref.ref[CompressedOptimizer], index: int, parame
     optimizer = reference()
     if optimizer is None:
         return
-    left = optimizer._passes_left[index] - 1
     ddp = optimizer._ddp
     if not ddp.is_known:
         ddp.find(optimizer)
     module: Any = ddp.reference and ddp.reference()  # without a call of Python's, which a hook has no time for
-    if left >= 0 and (optimizer._accumulates or (module is not None and not module.require_backward_grad_sync)):
-        optimizer._passes_left[index] = max(left, 1)  # one that exchanges is yet to come
-        return
-    optimizer._passes_left[index] = left
-    if left:
-        if left < 0:
+    passes = optimizer._passes
+    holds = passes.holds or (module is not None and not module.require_backward_grad_sync)
+    passes.left[index], verdict = passes.moves[holds][passes.left[index]]
+    if verdict is not Verdict.POST:
+        if verdict is Verdict.EXTRA:
             optimizer._unexpected(index, parameter)
         return
     stepper = optimizer._stepper

@@ -27,10 +27,10 @@ from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.diloco import LACKING, DiLoCoDriver
 from ocomm_torch import loss_scaling
+from ocomm_torch.backward.hooks import unhook
 from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import ARGUMENTS, remove_hooks
-from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.masters import LOW_PRECISION
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
 from ocomm_torch.parameters import copied, named, settings_of

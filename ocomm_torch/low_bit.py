@@ -30,13 +30,13 @@ from ocomm.optim.low_bit import LowBitAverages
 from ocomm.optim.stepper import StepOutcome
 from ocomm.session import Session
 from ocomm.training.low_bit import LateLowBitDriver
+from ocomm_torch.backward.late_averages import LateAverages
+from ocomm_torch.backward.watched import watch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.ddp_modules import refuse_averaged
-from ocomm_torch.late_averages import LateAverages
 from ocomm_torch.parameters import gradient_dtype, settings_of
 from ocomm_torch.replicas import WAYS, way_of
-from ocomm_torch.watched import watch
 from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure, step_without_hooks
 
 TOO_MANY_PASSES = (
@@ -201,7 +201,7 @@ class Optimizer(CompressedOptimizer):
 
     @property
     def _is_complete(self) -> bool:
-        return all(left <= 0 for left, p in zip(self._passes_left, self._parameters, strict=True) if p.requires_grad)
+        return self._passes.are_over(index for index, p in enumerate(self._parameters) if p.requires_grad)
 
     def used(self, gradients: Sequence[torch.Tensor]) -> None:
         """Called by ``Watcher``: makes gradients averages before anything else sees or changes them, once backward has

@@ -21,9 +21,9 @@ from ocomm.types import ReduceOp
 from ocomm_torch import low_bit
 from ocomm_torch.adasum import AdasumOptimizer
 from ocomm_torch.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
+from ocomm_torch.backward.hooks import unhook
 from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.compression import CodesCompressor, Compression, Compressor, OneBitCompressor, is_kind
-from ocomm_torch.gradient_hooks import unhook
 from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
 from ocomm_torch.naming import NamesParameters, names_of

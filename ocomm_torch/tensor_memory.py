@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ocomm_torch.watched import WatchedGradient
+from ocomm_torch.backward.watched import WatchedGradient
 
 #: Classes whose objects have their elements at ``data_ptr()``. To look at a ``WatchedGradient`` would use it.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, WatchedGradient})
