@@ -22,7 +22,7 @@ from ocomm.errors import CheckpointError, InvalidRequestError, SettingsError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.checkpoint import fingerprint
 from ocomm.optim.freeze import require_total_steps
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.predict.methods import EXACT, METHODS, Candidate, Method, Place, candidates, duration, fastest, table
 from ocomm.predict.model import Training
 from ocomm.predict.probe import measure

@@ -26,7 +26,7 @@ from ocomm.kernels.base import Floats
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import Grid
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver

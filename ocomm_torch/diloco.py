@@ -22,7 +22,7 @@ from ocomm.operations import global_process_set
 from ocomm.optim.core import Group
 from ocomm.optim.diloco import BUFFERS, DiLoCoOptions
 from ocomm.optim.grid import Grid
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.diloco import LACKING, DiLoCoDriver

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 
 
 class CollectiveStep(torch.optim.Optimizer):

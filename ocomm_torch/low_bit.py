@@ -27,7 +27,7 @@ from ocomm.errors import InvalidRequestError, NonFiniteError, OcommError
 from ocomm.operations import ProcessSet
 from ocomm.optim.core import Group
 from ocomm.optim.low_bit import LowBitAverages
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.session import Session
 from ocomm.training.low_bit import LateLowBitDriver
 from ocomm_torch.backward.late_averages import LateAverages

@@ -32,23 +32,14 @@ from ocomm.optim.non_finite import non_finite_ranks
 from ocomm.optim.replicas import ReplicaWindows
 from ocomm.optim.step_channel import Sent, StepChannel
 from ocomm.optim.traffic import Traffic
+from ocomm.optim.verdict import FLAGS_OF, VERDICTS, StepOutcome
 from ocomm.optim.vote import Statement, Vote
 from ocomm.types import Flag
 
 _log = logging.getLogger("ocomm")
-#: Flags after which a step is exchanged again, and flags after which it is over.
-_AGAIN, _OVER = int(Flag.CHANGED | Flag.UNPOSTED), int(Flag.SKIP | Flag.RAISED)
-_NON_FINITE, _UNPOSTED, _AVERAGE = int(Flag.NON_FINITE), int(Flag.UNPOSTED), int(Flag.AVERAGE)
-_SKIP, _RELEASED = int(Flag.SKIP), int(Flag.RELEASED)
-
-
-class StepOutcome(enum.Enum):
-    """What all ranks do with a step."""
-
-    TAKE = "take"
-    SKIP = "skip"
-    #: All ranks skip it because a loss scale was too large: a gradient is not finite on some rank that skips.
-    OVERFLOW = "overflow"
+_UNPOSTED, _AVERAGE, _RELEASED = int(Flag.UNPOSTED), int(Flag.AVERAGE), int(Flag.RELEASED)
+#: What ends a step of which nothing was posted, so that nothing can have changed since.
+_ENDS = int(Flag.SKIP | Flag.RAISED | Flag.NON_FINITE)
 
 
 class NormOf(enum.Enum):
@@ -184,28 +175,28 @@ class Stepper:
             self.buckets.locate_all()
             heard = self._vote.hold(Statement(self.step + 1, 0, self._hyper, lr, self.objections), None, True)
             self.norm = math.sqrt(self._vote.square_of_mean)
+            outcome = VERDICTS[heard & _ENDS]
             if self._grid is not None:
-                heard = self._agree_in_grid(self._grid, EARLY, heard, self._vote.square_of_mean)
+                outcome = self._agree_in_grid(self._grid, EARLY, outcome, self._vote.square_of_mean)
         except BaseException as error:
             self.give_up(error, EARLY)
             raise
         self._early_sent.append(self._vote.sent)
-        if not heard & _OVER:
+        if outcome not in (StepOutcome.SKIP, StepOutcome.OVERFLOW):
             return None
         self.begun = False
-        return self._conclude(heard, self._early_sent, 0.0)
+        return self._conclude(outcome, self._early_sent, 0.0)
 
-    def _agree_in_grid(self, grid: GridVote, attempt: int, heard: int, squares: float | None, also: int = 0) -> int:
-        """Returns the flags that end the step on any rank of the grid; ``heard`` are those of this data axis, ``also``
-        says why it ends here. Sets ``norm`` to the root of ``squares``, summed over the grid, unless that is None.
+    def _agree_in_grid(self, grid: GridVote, attempt: int, outcome: StepOutcome, squares: float | None) -> StepOutcome:
+        """Returns the outcome for all ranks of the grid; ``outcome`` is that of this data axis. Sets ``norm`` to the
+        root of ``squares``, summed over the grid, unless that is None.
         """
-        flags = heard & (_OVER | _NON_FINITE) | also
-        heard |= grid.hold(self.step + 1, attempt, flags, squares or 0.0, self.heard_announcement)
+        heard = grid.hold(self.step + 1, attempt, FLAGS_OF[outcome], squares or 0.0, self.heard_announcement)
         self._early_sent.append(grid.sent)
         self.wire.announcement[0] = grid.announcement
         if squares is not None:
             self.norm = math.sqrt(grid.total)
-        return heard
+        return VERDICTS[heard]
 
     def _squares(self, norm_of: NormOf, said: Statement) -> float:
         """Returns the square of the norm that ``norm_of`` names, after the vote in which this rank has ``said``."""
@@ -269,36 +260,37 @@ class Stepper:
                 self._hyper = hyper
         try:
             finish = partial(self._finish, hyper_now, lr, announcement, norm_of is NormOf.AVERAGES)
-            said, lost = finish(0), []
+            said = finish(0)
             heard = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
-            if heard & _AGAIN and not heard & _OVER:
-                if heard & _RELEASED:
-                    heard, lost = heard | _SKIP, self._vote.ranks_with(Flag.CHANGED | Flag.UNPOSTED)
-                else:
-                    again()
-                    said, heard = self._exchange_again(heard, hyper, finish, norm_of)
+            outcome = VERDICTS[heard]
+            if outcome is StepOutcome.AGAIN:
+                again()
+                said, heard = self._exchange_again(heard, hyper, finish, norm_of)
+                outcome = VERDICTS[heard]
             self.idle_ranks = self._vote.ranks_with(Flag.IDLE) if heard & Flag.IDLE else []
             self._hear()
-            if not heard & _OVER and (heard & _AVERAGE or not all(flow.is_finite() for flow in self.flows.flows)):
-                heard |= _NON_FINITE
+            if outcome is StepOutcome.TAKE and not all(flow.is_finite() for flow in self.flows.flows):
+                outcome = StepOutcome.NON_FINITE
+            changed_at = ""
+            if outcome is StepOutcome.REFUSE:
+                changed_at = f"on rank(s) {self._vote.ranks_with(Flag.CHANGED | Flag.UNPOSTED)}"
             squares = None
             if norm_of is not NormOf.NOTHING:
                 squares = self._squares(norm_of, said)
                 self.norm = math.sqrt(squares)
-            changed_at = f"on rank(s) {lost}" if lost else ""
             if self._grid is not None:
-                heard = self._agree_in_grid(self._grid, FINAL, heard, squares, _RELEASED if lost else 0)
-                places = self._grid.places_with(Flag.RELEASED) if heard & _RELEASED and not lost else []
-                changed_at = changed_at or (f"at {', '.join(places)} of the grid" if places else "")
+                outcome = self._agree_in_grid(self._grid, FINAL, outcome, squares)
+                if outcome is StepOutcome.REFUSE and not changed_at:
+                    changed_at = f"at {', '.join(self._grid.places_with(Flag.RELEASED))} of the grid"
         except BaseException as error:
             self.give_up(error)
             raise
         self.begun = False
         exposed_s = time.perf_counter() - started
         sent = [*(flow.sent for flow in self.flows.flows), self._vote.sent, *self._early_sent]
-        if self.flows.sharded is not None and not heard & (_OVER | _NON_FINITE):
+        if self.flows.sharded is not None and outcome is StepOutcome.TAKE:
             sent.append(self.flows.sharded.gathering.sent)
-        return self._conclude(heard, sent, exposed_s, changed_at)
+        return self._conclude(outcome, sent, exposed_s, changed_at)
 
     def _exchange_again(
         self, heard: int, hyper: int, finish: Callable[[int], Statement], norm_of: NormOf
@@ -318,7 +310,7 @@ class Stepper:
         self._start_again(hyper)
         said = finish(1)
         settled = self._vote.hold(said, self.flows.flows, norm_of is NormOf.GRADIENTS)
-        assert not settled & _AGAIN or settled & _OVER, "a gradient changed while step() was running"
+        assert VERDICTS[settled] is not StepOutcome.AGAIN, "a gradient changed while step() was running"
         if had_overlap and self.core.rank == 0:
             self._say_why(heard)
         return said, settled
@@ -341,7 +333,7 @@ class Stepper:
             self.present_anywhere[:] = self.buckets.addresses != 0
             if not self.core.is_local_finite(range(self.present_anywhere.size)):
                 self.object(Flag.NON_FINITE)
-            heard = self.agree_with_parts(self.step + 1, FINAL, self.objections & (_OVER | _NON_FINITE))
+            heard = self.agree_with_parts(self.step + 1, FINAL, self.objections & _ENDS)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -503,43 +495,42 @@ class Stepper:
         for flow in self.flows.flows:
             present[flow.present_anywhere()] = True
 
-    def _conclude(self, heard: int, sent: Sequence[Sent], exposed_s: float, changed_at: str = "") -> StepOutcome:
-        """Returns what all ranks do with the step, whose exchange is over.
+    def _conclude(
+        self, outcome: StepOutcome, sent: Sequence[Sent], exposed_s: float, changed_at: str = ""
+    ) -> StepOutcome:
+        """Returns ``outcome``, of a step whose exchange is over, or raises the error that it is.
 
         Args:
-            heard: The flags of all ranks.
+            outcome: What all ranks do with the step.
             sent: What this rank has sent.
             exposed_s: Seconds in which the step waited.
-            changed_at: On which ranks, or parts of the grid, released gradients have changed; "" for none.
+            changed_at: On which ranks, or parts of the grid, released gradients have changed.
 
         Raises:
             NonFiniteError: A gradient is not finite.
             InvalidRequestError: Released gradients have changed.
         """
-        flows, is_over = self.flows.flows, bool(heard & _OVER)
-        is_finite = is_over or not heard & _NON_FINITE
+        flows = self.flows.flows
         self.step += 1
-        skipped, overlaps = is_over or not is_finite, self.overlap == self.overlapping
-        self.traffic.count(sent, flows, self._dense_bytes, skipped, exposed_s, overlaps)
-        if changed_at:
+        is_taken, overlaps = outcome is StepOutcome.TAKE, self.overlap == self.overlapping
+        self.traffic.count(sent, flows, self._dense_bytes, not is_taken, exposed_s, overlaps)
+        if outcome is StepOutcome.REFUSE:
             raise InvalidRequestError(
                 f"{self.name}: in step {self.step} gradients, or what they are compressed with, changed {changed_at} "
                 "after they were exchanged, and free_gradients=True has released those that would be exchanged again; "
                 "the step was discarded on all ranks. Change nothing between backward and step(), or leave "
                 "free_gradients out."
             )
-        if is_over:
-            if heard & _SKIP:
-                self.skipped_by = self._with_places(self._vote.ranks_with(Flag.SKIP))
-            return StepOutcome.OVERFLOW if heard & _NON_FINITE else StepOutcome.SKIP
-        if not is_finite:
+        if outcome is StepOutcome.NON_FINITE:
             is_known = self.buckets.had_non_finite
             whose = non_finite_ranks(self.core, self.wire, self._vote.held, flows, self.step, is_known)
             found = self._with_places(whose)
             is_of_average = found == "[]"  # no rank has such a gradient, also none of another part
             text = self.core.overflow_text if is_of_average else self.core.non_finite_text
             raise NonFiniteError(f"{self.name}: {text.format(step=self.step, ranks=found)}")
-        return StepOutcome.TAKE
+        if not is_taken:
+            self.skipped_by = self._with_places(self._vote.ranks_with(Flag.SKIP))
+        return outcome
 
     def _with_places(self, ranks: Sequence[int]) -> str:
         """Returns these ranks of this data axis; in a grid one of each part that has any, with its place. Collective in

@@ -29,7 +29,8 @@ from ocomm.optim.core import Core, Group
 from ocomm.optim.grid import EARLY, FINAL, Grid, GridVote
 from ocomm.optim.options import Options
 from ocomm.optim.replicas import ReplicasDifferError, ReplicaWindows
-from ocomm.optim.stepper import NormOf, StepOutcome, Stepper
+from ocomm.optim.stepper import NormOf, Stepper
+from ocomm.optim.verdict import StepOutcome
 from ocomm.session import Session
 from ocomm.telemetry.units import amount
 from ocomm.training import resume

@@ -13,7 +13,7 @@ import numpy as np
 from ocomm.compression.layout import TensorSpec
 from ocomm.errors import InvalidRequestError
 from ocomm.optim.core import Group
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.optim.zero_one_adam import ZeroOneAdam, ZeroOneAdamOptions
 from ocomm.session import Session
 from ocomm.telemetry.units import amount

@@ -17,7 +17,7 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import low_bit
-from ocomm.optim.stepper import StepOutcome
+from ocomm.optim.verdict import StepOutcome
 from ocomm.session import Session
 from ocomm.types import Settings
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial

@@ -11,7 +11,8 @@ import pytest
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.optim.core import Group
 from ocomm.optim.lion import Lion, LionOptions
-from ocomm.optim.stepper import StepOutcome, Stepper
+from ocomm.optim.stepper import Stepper
+from ocomm.optim.verdict import StepOutcome
 from ocomm.session import Session
 from ocomm.types import Nodes
 from tests.oracle import lion as oracle
