@@ -84,6 +84,8 @@ class Method:
 METHODS = {
     ADAM: Method(_dense, NORM),
     "1-bit Adam": Method(_compressed(hvd.DistributedOneBitAdam, max_grad_norm=NORM)),
+    "1-bit Adam, 8-bit warm-up": Method(_compressed(hvd.DistributedOneBitAdam, max_grad_norm=NORM, dense_bits=8)),
+    "1-bit Adam, previous norm": Method(_compressed(hvd.DistributedOneBitAdam, max_grad_norm=NORM, clip="previous")),
     "1-bit Adam, 8-bit warm-up, previous norm": Method(
         _compressed(hvd.DistributedOneBitAdam, max_grad_norm=NORM, clip="previous", dense_bits=8)
     ),
