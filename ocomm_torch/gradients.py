@@ -339,7 +339,7 @@ class Gradients:
                 widened[index] = grad
                 grad = self._masters.widened(index, grad)
             addresses[place] = grad.data_ptr()
-        if as_they_are:
+        if self._placement.is_device:
             column = self._driver.core.gradients["grad_dtype"]
             column[tensors] = 0
             column[list(low)] = list(low.values())

@@ -70,6 +70,11 @@ _TORCH_COMPRESSED = (
         )
         for kind, what, value in (("EF-SGD", "lr", 0.02), ("0/1 Adam", "beta", 0.8))
     ],
+    # Gradients in 16 bits on a device, which are widened once they are clipped by their norm.
+    torchs.Program(
+        torchs.Setup("1-bit Adam, compressed", low=(1, 2), max_grad_norm=0.5, place="device"),
+        (torchs.Step(_TWO), torchs.Step(_TWO)),
+    ),
     # A rank of which half a node's sum is NaN, while its own gradients are not.
     torchs.Program(
         torchs.Setup("0/1 Adam, local steps", 4, 2),
