@@ -166,6 +166,7 @@ check: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) tools/prose.py
 
 # Some minutes each; quieter machines give better figures. BENCH=benchmarks/results renews those that are published.
 BENCH := bench-output

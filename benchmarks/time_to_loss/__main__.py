@@ -1,4 +1,4 @@
-"""Seconds and bytes until a loss for each method and network (``join``): writes table and picture.
+"""Seconds and bytes until a loss for each method and network (``join``): writes a table and two pictures.
 
     python -m benchmarks.time_to_loss [--into FOLDER]
 
@@ -35,6 +35,8 @@ MARGINS = (0.005, 0.01, 0.03)
 DRAWN = "text", (0.01, 0.03), (0.0, 100.0)
 #: Of ten methods with different colours each.
 MARKERS = "os^"
+#: Of the picture with three bars per network: its task, margin, networks, and ocomm's method.
+BARS = "text", 0.005, ("10mbit", "50mbit", "160mbit", "850mbit"), "1-bit Adam, total_steps, 8 bits"
 #: What a reader has to know of the tables.
 ABOUT = """Losses are those of a transformer of 116,256 parameters ("large text": 1.2 million) on four ranks, one of
 each method and seed over 3,000 steps (`benchmarks/tasks`, `benchmarks.time_to_loss.losses`). Seconds are those of a
@@ -121,6 +123,27 @@ def draw(runs: Mapping[str, Any], measured: Sequence[Network], path: Path) -> No
     plots.save(figure, path)
 
 
+def bars(runs: Mapping[str, Any], measured: Sequence[Network], path: Path) -> None:
+    """Time until BARS' target on networks without delay: DDP's, the fastest peer's and ocomm's."""
+    task, margin, rates, ours = BARS
+    adam = {run["seed"]: run["losses"][-1] for run in runs[task][ADAM]}
+    figure, panels = pyplot.subplots(1, len(rates), figsize=(11, 2.6), layout="constrained")
+    figure.suptitle("Time until Adam's loss, by speed of the network")
+    for axis, network in zip(panels, [n for n in measured if n.rate in rates and not n.delay_ms], strict=True):
+        found = {name: to_loss(network, METHODS[name], each, adam, margin) for name, each in runs[task].items()}
+        seconds = {name: cost[0] for name, cost in found.items() if cost}
+        peer = min((name for name in seconds if METHODS[name].is_peer and name != ADAM), key=seconds.__getitem__)
+        names = {ADAM: "DDP", peer: peer.removesuffix(" hook"), ours: "ocomm"}
+        drawn = axis.barh(list(names.values()), [seconds[name] / 3600 for name in names], color=["C7", "C0", "C1"])
+        texts = [f"{s / 3600:.1f} h" if s > 3600 else f"{s / 60:.0f} min" for s in map(seconds.__getitem__, names)]
+        axis.bar_label(drawn, texts, padding=3)
+        axis.set(title=network.name, xticks=[])
+        axis.margins(x=0.35)
+        axis.invert_yaxis()
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+    plots.save(figure, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
@@ -142,6 +165,7 @@ def main() -> int:
     args.into.mkdir(parents=True, exist_ok=True)
     (args.into / "time-to-loss.md").write_text(f"{text}\n")
     draw(runs, measured, args.into / "time-to-loss.svg")
+    bars(runs, measured, args.into / "bars.svg")
     print(text)
     return 0
 

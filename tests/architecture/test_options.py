@@ -98,7 +98,7 @@ def test_lists_of_all_optimizers_have_each() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs/trainers/lightning.md").read_text()
     assert not [name for name in WRAPPERS if f'"{name}"' not in page]
-    for name in ("docs/gpu.md", "docs/choosing.md", "README.md", "docs/api/torch.md", "docs/api/keras.md"):
+    for name in ("docs/gpu.md", "docs/choosing.md", "docs/api/torch.md", "docs/api/keras.md"):
         page = (root / name).read_text()
         missing = [kind for kind in CORES if kind != "SoftSignSGD" and f"Distributed{kind}" not in page]
         assert not missing, f"{name} does not name {missing}"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
+from benchmarks.time_to_loss.__main__ import bars
 from benchmarks.time_to_loss.choices import LIMITS, Choice, choices, judged
 from benchmarks.time_to_loss.join import SEEDS, Network, cost, gaps, kinds, networks, reached, to_loss
-from benchmarks.time_to_loss.losses import stored
+from benchmarks.time_to_loss.losses import RESULTS, stored
 from benchmarks.time_to_loss.methods import METHODS, kind_of
-from benchmarks.time_to_loss.steps import NETWORKS, rows_at
+from benchmarks.time_to_loss.steps import NETWORKS, STEPS_FILE, rows_at
 from benchmarks.turns import LOCAL, LOCAL_MUON
 from ocomm.predict import methods
 from ocomm.predict.methods import GAPS, VOTE
@@ -121,6 +126,13 @@ def test_the_kind_of_a_step_is_the_nearest_number_of_bits(sent: int, syncs: bool
 def test_the_losses_that_decide_are_those_that_were_measured():
     known = {method: by_task for method, by_task in gaps(stored()["runs"]).items() if by_task}
     assert known == GAPS.get("Adam", {})
+
+
+def test_the_picture_of_the_readme_is_that_of_the_stored_results(tmp_path: Path):
+    measured = networks(json.loads(STEPS_FILE.read_text())["results"])
+    bars(stored()["runs"], measured, tmp_path / "bars.svg")
+    drawn, published = (re.findall("<text.*?>(.*?)<", (at / "bars.svg").read_text()) for at in (tmp_path, RESULTS))
+    assert drawn == published and drawn.count("DDP") == drawn.count("ocomm") == 4
 
 
 def test_what_would_begin_with_minutes_of_dense_steps_is_not_measured():
