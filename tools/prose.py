@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 211, "those of": 74, "that of": 33, "of which": 20, "what is": 85, "nested parentheses": 14}
+LIMITS = {"long": 204, "those of": 64, "that of": 29, "of which": 19, "what is": 84, "nested parentheses": 14}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
