@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 187, "those of": 45, "that of": 20, "of which": 18, "what is": 73, "nested parentheses": 14}
+LIMITS = {"long": 169, "those of": 40, "that of": 16, "of which": 15, "what is": 63, "nested parentheses": 14}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
