@@ -15,12 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 169, "those of": 40, "that of": 16, "of which": 15, "what is": 63, "nested parentheses": 14}
+LIMITS = {"long": 165, "those of": 39, "that of": 14, "of which": 15, "what is": 59, "nested parentheses": 14}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
     (re.compile(r"!?\[([^]]*)\]\([^)]*\)"), r"\1"),
     (re.compile(r"[*_]{2}"), ""),
+    (re.compile(r"code(?:, code)+"), "code"),
 ]
 _BREAK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>|]|\d+\.) ?)|\s\|\s")
 _END = re.compile(r"(?<=[.?!])[\"')]*\s+(?=[\"'(A-Z0-9]|code\b)")
