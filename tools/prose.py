@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 116, "those of": 11, "that of": 7, "of which": 11, "what is": 41, "nested parentheses": 4}
+LIMITS = {"long": 100, "those of": 9, "that of": 6, "of which": 11, "what is": 26, "nested parentheses": 4}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
