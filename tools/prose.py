@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 100, "those of": 9, "that of": 6, "of which": 11, "what is": 26, "nested parentheses": 4}
+LIMITS = {"long": 26, "those of": 1, "that of": 0, "of which": 3, "what is": 6, "nested parentheses": 0}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
