@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = 35
 #: Lower one with each page that gets better; none rises.
-LIMITS = {"long": 26, "those of": 1, "that of": 0, "of which": 3, "what is": 6, "nested parentheses": 0}
+LIMITS = {"long": 1, "those of": 1, "that of": 0, "of which": 3, "what is": 0, "nested parentheses": 0}
 _CODE = re.compile(r"^```.*?^```$|^<!--.*?-->$|^    (?! *(?:[-*]|\d+\.) )[^\n]*$", re.MULTILINE | re.DOTALL)
 _INLINE = [
     (re.compile(r"`+[^`]*`+"), "code"),
     (re.compile(r"!?\[([^]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"[*_]{2}"), ""),
+    (re.compile(r"\*+"), ""),
     (re.compile(r"code(?:, code)+"), "code"),
 ]
 _BREAK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>|]|\d+\.) ?)|\s\|\s")
