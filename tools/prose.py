@@ -45,7 +45,7 @@ def faults(sentence: str) -> Iterator[str]:
     yield from ("nested parentheses" for _ in re.findall(r"\([^()]*\(", sentence))
 
 
-def main() -> int:
+def main() -> str | None:
     counts = dict.fromkeys(LIMITS, 0)
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for sentence in sentences(page.read_text()):
@@ -53,11 +53,10 @@ def main() -> int:
                 counts[fault] += 1
                 if "--list" in sys.argv:
                     print(f"{page.relative_to(ROOT)}: {fault}: {sentence}")
-    wrong = [
+    wrong = (
         f"{fault}: {count}, LIMITS has {LIMITS[fault]}" for fault, count in counts.items() if count != LIMITS[fault]
-    ]
-    print("\n".join(wrong), file=sys.stderr)
-    return bool(wrong)
+    )
+    return "\n".join(wrong) or None
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ def test_commands_of_the_cost_model_have_the_arguments_that_it_needs() -> None:
         assert predict.main([each for each in arguments if each != "--probe"]) == 0  # a job's ranks measure
 
 
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
 def test_prose_is_counted_without_code() -> None:
     page = (
         "One of [those of](what-is.md) all:\n\n    that of code\n\n| what is (a (b)) | `of which` |\n\n"
