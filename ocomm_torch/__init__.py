@@ -10,12 +10,8 @@ from ocomm.operations import ProcessSet, add_process_set, global_process_set, re
 from ocomm.version import __version__
 from ocomm_torch import distributed, elastic
 from ocomm_torch.auto import Auto, DistributedAuto
-from ocomm_torch.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
-from ocomm_torch.compressed import report_metrics
 from ocomm_torch.compression import Compression
 from ocomm_torch.ddp import optimizer_hook
-from ocomm_torch.diloco import DiLoCo, DistributedDiLoCo
-from ocomm_torch.ef_sgd import EFSGD, DistributedEFSGD
 from ocomm_torch.fsdp import across_hook
 from ocomm_torch.functions import (
     allgather_object,
@@ -24,8 +20,6 @@ from ocomm_torch.functions import (
     broadcast_parameters,
     check_replicas,
 )
-from ocomm_torch.lamb import DistributedOneBitLamb, OneBitLamb
-from ocomm_torch.lion import DistributedLion, Lion
 from ocomm_torch.mesh import init_device_mesh
 from ocomm_torch.mpi_ops import (
     allgather,
@@ -52,10 +46,16 @@ from ocomm_torch.mpi_ops import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from ocomm_torch.onebit import DistributedOneBitAdam, OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.optimizers.birder import Birder, DistributedBirder, DistributedSoftSignSGD, SoftSignSGD
+from ocomm_torch.optimizers.compressed import report_metrics
+from ocomm_torch.optimizers.diloco import DiLoCo, DistributedDiLoCo
+from ocomm_torch.optimizers.ef_sgd import EFSGD, DistributedEFSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb, OneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion, Lion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam, OneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam, ZeroOneAdam
 from ocomm_torch.sync_batch_norm import SyncBatchNorm
-from ocomm_torch.zero_one import DistributedZeroOneAdam, ZeroOneAdam
 
 __all__ = [
     *_basics,

@@ -25,21 +25,14 @@ from ocomm_torch import distributed as distributed
 from ocomm_torch import elastic as elastic
 from ocomm_torch.auto import Auto as Auto
 from ocomm_torch.auto import DistributedAuto as DistributedAuto
-from ocomm_torch.birder import Birder as Birder
-from ocomm_torch.birder import SoftSignSGD as SoftSignSGD
-from ocomm_torch.compressed import report_metrics as report_metrics
 from ocomm_torch.compression import Compression as Compression
 from ocomm_torch.ddp import optimizer_hook as optimizer_hook
-from ocomm_torch.diloco import DiLoCo as DiLoCo
-from ocomm_torch.ef_sgd import EFSGD as EFSGD
 from ocomm_torch.fsdp import across_hook as across_hook
 from ocomm_torch.functions import allgather_object as allgather_object
 from ocomm_torch.functions import broadcast_object as broadcast_object
 from ocomm_torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ocomm_torch.functions import broadcast_parameters as broadcast_parameters
 from ocomm_torch.functions import check_replicas as check_replicas
-from ocomm_torch.lamb import OneBitLamb as OneBitLamb
-from ocomm_torch.lion import Lion as Lion
 from ocomm_torch.mesh import init_device_mesh as init_device_mesh
 from ocomm_torch.mpi_ops import allgather as allgather
 from ocomm_torch.mpi_ops import allgather_async as allgather_async
@@ -64,10 +57,17 @@ from ocomm_torch.mpi_ops import grouped_reducescatter_async as grouped_reducesca
 from ocomm_torch.mpi_ops import reducescatter as reducescatter
 from ocomm_torch.mpi_ops import reducescatter_async as reducescatter_async
 from ocomm_torch.mpi_ops import sparse_allreduce_async as sparse_allreduce_async
-from ocomm_torch.onebit import OneBitAdam as OneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer as DistributedOptimizer
+from ocomm_torch.optimizers.birder import Birder as Birder
+from ocomm_torch.optimizers.birder import SoftSignSGD as SoftSignSGD
+from ocomm_torch.optimizers.compressed import report_metrics as report_metrics
+from ocomm_torch.optimizers.diloco import DiLoCo as DiLoCo
+from ocomm_torch.optimizers.ef_sgd import EFSGD as EFSGD
+from ocomm_torch.optimizers.lamb import OneBitLamb as OneBitLamb
+from ocomm_torch.optimizers.lion import Lion as Lion
+from ocomm_torch.optimizers.onebit import OneBitAdam as OneBitAdam
+from ocomm_torch.optimizers.zero_one import ZeroOneAdam as ZeroOneAdam
 from ocomm_torch.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from ocomm_torch.zero_one import ZeroOneAdam as ZeroOneAdam
 
 def DistributedBirder(
     optimizer: torch.optim.Optimizer,

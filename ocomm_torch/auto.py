@@ -27,19 +27,19 @@ from ocomm.predict.methods import EXACT, METHODS, Candidate, Method, Place, cand
 from ocomm.predict.model import Training
 from ocomm.predict.probe import measure
 from ocomm.telemetry.log import NOTICE
-from ocomm_torch import loss_scaling
-from ocomm_torch.adam import AdamWrapper, wrappable
-from ocomm_torch.checkpoint import to_numpy
-from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.compression import Compression
-from ocomm_torch.diloco import DiLoCo
-from ocomm_torch.loss_scaling import AveragesGradients, CollectiveStep
-from ocomm_torch.onebit import OneBitAdam
+from ocomm_torch.memory.parameters import copied
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.parameters import copied
-from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.wrapped import check_plain_optimizer, check_steps_without_closure
-from ocomm_torch.zero_one import ZeroOneAdam
+from ocomm_torch.optimizers import loss_scaling
+from ocomm_torch.optimizers.adam import AdamWrapper, wrappable
+from ocomm_torch.optimizers.checkpoint import to_numpy
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.diloco import DiLoCo
+from ocomm_torch.optimizers.loss_scaling import AveragesGradients, CollectiveStep
+from ocomm_torch.optimizers.onebit import OneBitAdam
+from ocomm_torch.optimizers.rank_states import HasRankState
+from ocomm_torch.optimizers.wrapped import check_plain_optimizer, check_steps_without_closure
+from ocomm_torch.optimizers.zero_one import ZeroOneAdam
 
 _log = logging.getLogger("ocomm")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ocomm.errors import InvalidRequestError
-from ocomm_torch.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
 
 
 def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

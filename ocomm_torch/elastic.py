@@ -17,9 +17,9 @@ from ocomm.elastic.state import copied
 from ocomm.errors import CheckpointError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.training.resume import Source, one_state
-from ocomm_torch.checkpoint import to_numpy
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ocomm_torch.rank_states import HasRankState
+from ocomm_torch.optimizers.checkpoint import to_numpy
+from ocomm_torch.optimizers.rank_states import HasRankState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 

@@ -16,9 +16,9 @@ from ocomm import session as sessions
 from ocomm.agreement import MADE_ALIKE, first_difference
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
+from ocomm_torch.memory.parameters import gradient_dtype
 from ocomm_torch.mpi_ops import broadcast_async_
-from ocomm_torch.parameters import gradient_dtype
-from ocomm_torch.rank_states import HasRankState
+from ocomm_torch.optimizers.rank_states import HasRankState
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:

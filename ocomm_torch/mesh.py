@@ -26,7 +26,7 @@ from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet
 from ocomm.optim.grid import Grid
 from ocomm.session import Session
-from ocomm_torch.tensor_memory import is_dtensor
+from ocomm_torch.memory.tensor_memory import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

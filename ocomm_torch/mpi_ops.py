@@ -48,8 +48,8 @@ from ocomm.operations import (
 from ocomm.session import Session
 from ocomm.types import DType, ReduceOp
 from ocomm_torch.compression import UNCOMPRESSED, Compression, Compressor, OneBitCompressor, has_overflowed
-from ocomm_torch.placement import CudaPlacement, refuse_in_a_graph
-from ocomm_torch.tensor_memory import why_unreadable
+from ocomm_torch.memory.placement import CudaPlacement, refuse_in_a_graph
+from ocomm_torch.memory.tensor_memory import why_unreadable
 
 _DTYPES = {
     torch.uint8: DType.UINT8,

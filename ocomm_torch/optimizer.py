@@ -1,4 +1,4 @@
-"""DistributedOptimizer: wraps a Torch optimizer so that it steps on averages (``ocomm_torch.averaging``)."""
+"""DistributedOptimizer: wraps a Torch optimizer so that it steps on averages (``ocomm_torch.optimizers.averaging``)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm.optim.grid import Grid
 from ocomm.types import ReduceOp
-from ocomm_torch import low_bit
-from ocomm_torch.adasum import AdasumOptimizer
-from ocomm_torch.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
 from ocomm_torch.backward.hooks import unhook
 from ocomm_torch.compiling import leave_hooks_alone
 from ocomm_torch.compression import CodesCompressor, Compression, Compressor, OneBitCompressor, is_kind
-from ocomm_torch.loss_scaling import CollectiveStep
+from ocomm_torch.memory.naming import NamesParameters, names_of
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
-from ocomm_torch.naming import NamesParameters, names_of
-from ocomm_torch.rank_states import require_optimizer
-from ocomm_torch.wrapped import STEPPED, StepGuard
+from ocomm_torch.optimizers import low_bit
+from ocomm_torch.optimizers.adasum import AdasumOptimizer
+from ocomm_torch.optimizers.averaging import AveragingGridOptimizer, AveragingOptimizer, check_averaged
+from ocomm_torch.optimizers.loss_scaling import CollectiveStep
+from ocomm_torch.optimizers.rank_states import require_optimizer
+from ocomm_torch.optimizers.wrapped import STEPPED, StepGuard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

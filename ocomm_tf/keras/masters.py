@@ -1,7 +1,7 @@
 """float32 masters of bfloat16 and float16 variables, which steps change in the variables' place.
 
-The rule is that of ``ocomm_torch.masters``: a variable becomes its master, rounded to nearest even. If an element is
-not its rounded master, whoever wrote it, the master is set to it; the other masters keep their precision.
+The rule is the same as in ``ocomm_torch.memory.masters``: a variable becomes its master, rounded to nearest even. If an
+element is not its rounded master, whoever wrote it, the master is set to it; the other masters keep their precision.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ocomm import session as sessions
 from ocomm.bench._lab import interface_sent_bytes
 from ocomm.types import ReduceOp
 from ocomm_torch.mesh import init_device_mesh
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 
 WARMUP, COUNTED = 2, 5
 BLOCK_SIZE = 4096

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.ef_sgd import DistributedEFSGD
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.lion import DistributedLion
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.optimizers.ef_sgd import DistributedEFSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ocomm.kernels.device import DeviceArray, device_kernels
-from ocomm_torch.placement import Placement
+from ocomm_torch.memory.placement import Placement
 from tests.fake_device import FakeDevice
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 
 #: A tensor larger than a block, one with a short last block, one smaller than a block, one of a single element.
 SHAPES = ((70, 130), (4097,), (33,), (1,))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ocomm.session import Session
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.worlds import run_ranks
 
 STEPS = 6

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
-from ocomm_torch.memory_order import MemoryOrder, is_dense
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.memory.order import MemoryOrder, is_dense
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS
 from tests.frontends.test_torch_unusual_use import run, values
 from tests.worlds import run_ranks

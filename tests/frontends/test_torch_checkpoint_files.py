@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.session import Session
-from ocomm_torch.birder import DistributedBirder
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.rank_states import OwnState
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.rank_states import OwnState
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.every_kind import KINDS as EVERY_KIND
 from tests.frontends.onebit_jobs import backward, digest, gradients
 from tests.world.test_runtime import threads_only

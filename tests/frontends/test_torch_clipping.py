@@ -20,11 +20,11 @@ from ocomm.optim.sketch import DEVIATION
 from ocomm.session import Session
 from ocomm.training import resume
 from ocomm.types import Settings
-from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.lion import DistributedLion
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, train
 from tests.oracle import birder, lion, onebit_adam, onebit_lamb, zero_one_adam

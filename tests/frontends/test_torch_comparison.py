@@ -17,7 +17,7 @@ from ocomm.types import Settings
 from ocomm_torch.compression import Compression
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.replicas import ParameterChecksums
+from ocomm_torch.optimizers.replicas import ParameterChecksums
 from tests.frontends.onebit_jobs import digest
 from tests.world.test_runtime import threads_only
 from tests.worlds import PATIENCE_S, run_ranks

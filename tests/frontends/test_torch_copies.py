@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ocomm.session import Session
-from ocomm_torch import DistributedOptimizer, Sum, allgather, averaging, grouped_allreduce, mpi_ops
+from ocomm_torch import DistributedOptimizer, Sum, allgather, grouped_allreduce, mpi_ops
 from ocomm_torch.mpi_ops import TorchAdapter
+from ocomm_torch.optimizers import averaging
 from tests.frontends.onebit_jobs import digest
 from tests.worlds import run_ranks
 

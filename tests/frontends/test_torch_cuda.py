@@ -22,9 +22,10 @@ from ocomm.kernels.device import DeviceMemory
 from ocomm.session import Session
 from ocomm.transport import nccl
 from ocomm.types import ReduceOp, Settings
-from ocomm_torch import compressed, mpi_ops
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.placement import placement
+from ocomm_torch import mpi_ops
+from ocomm_torch.memory.placement import placement
+from ocomm_torch.optimizers import compressed
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import KINDS
 from tests.frontends.fake_placement import FakePlacement

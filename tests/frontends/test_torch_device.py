@@ -24,8 +24,9 @@ from ocomm.session import Session
 from ocomm.telemetry.timeline import path_of, read
 from ocomm.transport import nccl
 from ocomm.types import Settings
-from ocomm_torch import compressed, mpi_ops
-from ocomm_torch.placement import CudaPlacement, placement
+from ocomm_torch import mpi_ops
+from ocomm_torch.memory.placement import CudaPlacement, placement
+from ocomm_torch.optimizers import compressed
 from tests.fake_device import FakeDevice
 from tests.fake_nccl import FakeNccl
 from tests.frontends.every_kind import KINDS, whole_state

@@ -13,7 +13,7 @@ import torch
 from ocomm.errors import MismatchError
 from ocomm.session import Session
 from ocomm.types import Settings
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
 from tests.world.test_runtime import threads_only

@@ -11,7 +11,7 @@ import torch
 
 import ocomm_torch as hvd
 from ocomm.session import Session
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import backward, gradients, initial
 from tests.worlds import MPI_SIZE, run_ranks
 

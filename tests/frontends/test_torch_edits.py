@@ -20,9 +20,9 @@ from ocomm.api import barrier, rank
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
 from ocomm_torch.compression import Compression
-from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import digest
 from tests.tiers import few
 from tests.world.test_runtime import threads_only

@@ -17,8 +17,8 @@ import torch
 from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError
 from ocomm.session import Session
 from ocomm.types import Settings
-from ocomm_torch import compressed
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers import compressed
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import whole_state
 from tests.frontends.fake_placement import FakePlacement

@@ -11,7 +11,7 @@ import torch
 from ocomm.session import Session
 from ocomm.types import ReduceOp
 from ocomm_torch.functions import broadcast_parameters
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import digest, gradients, initial
 from tests.tiers import alternating, few

@@ -16,7 +16,7 @@ import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.session import Session
 from ocomm_torch.functions import broadcast_parameters
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.onebit_jobs import gradients, initial
 from tests.tiers import alternating

@@ -17,15 +17,15 @@ from ocomm.api import Adasum, Average, Sum
 from ocomm.errors import InvalidRequestError
 from ocomm.session import Session
 from ocomm_torch.auto import DistributedAuto
-from ocomm_torch.birder import DistributedBirder
 from ocomm_torch.compression import Compression
-from ocomm_torch.diloco import DistributedDiLoCo
-from ocomm_torch.ef_sgd import DistributedEFSGD
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.lion import DistributedLion
-from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder
+from ocomm_torch.optimizers.diloco import DistributedDiLoCo
+from ocomm_torch.optimizers.ef_sgd import DistributedEFSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.every_kind import KINDS, Kind
 from tests.frontends.onebit_jobs import backward, gradients
 from tests.frontends.test_torch_unusual_use import Parameters, make_parameters, one_step, rank_of, run, values, wrap

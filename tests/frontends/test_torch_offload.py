@@ -24,10 +24,10 @@ from ocomm.kernels import cpu_kernels, files
 from ocomm.kernels.files import FileMemory, in_memory
 from ocomm.session import Session
 from ocomm.training.common import Common
-from ocomm_torch import compressed
-from ocomm_torch.memory_options import MemoryOptions
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.placement import placement
+from ocomm_torch.memory.options import MemoryOptions
+from ocomm_torch.memory.placement import placement
+from ocomm_torch.optimizers import compressed
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import whole_state
 from tests.frontends.fake_placement import FakePlacement

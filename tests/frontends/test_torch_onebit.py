@@ -19,7 +19,7 @@ from ocomm.errors import InvalidRequestError, MismatchError, NonFiniteError, Pee
 from ocomm.session import Session
 from ocomm.telemetry.log import NOTICE
 from ocomm.types import Settings
-from ocomm_torch.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial, state_digest, train
 from tests.oracle.onebit_adam import Simulation
 from tests.tiers import few

@@ -15,12 +15,12 @@ import torch
 
 from ocomm.errors import MismatchError
 from ocomm.session import Session
-from ocomm_torch.birder import DistributedBirder, DistributedSoftSignSGD
-from ocomm_torch.ef_sgd import DistributedEFSGD
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.lion import DistributedLion
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.optimizers.ef_sgd import DistributedEFSGD
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.lion import DistributedLion
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial
 from tests.tiers import few
 from tests.worlds import run_ranks

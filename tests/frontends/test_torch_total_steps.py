@@ -15,11 +15,11 @@ from ocomm.predict.methods import zero_one_kinds
 from ocomm.session import Session
 from ocomm.telemetry.log import NOTICE
 from ocomm_torch.compression import Compression
-from ocomm_torch.diloco import DistributedDiLoCo
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.diloco import DistributedDiLoCo
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.world.test_runtime import threads_only
 from tests.worlds import run_ranks
 

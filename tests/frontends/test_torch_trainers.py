@@ -15,8 +15,8 @@ from ocomm.session import Session
 from ocomm_torch import trainers
 from ocomm_torch.accelerate import keep_rank_states
 from ocomm_torch.compression import Compression
-from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.onebit_jobs import digest
 from tests.worlds import run_ranks
 

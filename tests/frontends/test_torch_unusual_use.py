@@ -21,11 +21,11 @@ from ocomm.runtime import bystanders
 from ocomm.session import Session
 from ocomm.types import Settings
 from ocomm_torch.compression import Compression
-from ocomm_torch.diloco import DistributedDiLoCo
 from ocomm_torch.functions import broadcast_optimizer_state, broadcast_parameters
-from ocomm_torch.lamb import DistributedOneBitLamb
-from ocomm_torch.onebit import DistributedOneBitAdam
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.optimizers.diloco import DistributedDiLoCo
+from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
 from tests.frontends.every_kind import KINDS, Kind
 from tests.frontends.onebit_jobs import backward, digest, gradients, initial, state_digest
 from tests.tiers import few

@@ -14,8 +14,8 @@ import torch
 import ocomm_torch as hvd
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
 from ocomm.session import Session
-from ocomm_torch.onebit import DistributedOneBitAdam
-from ocomm_torch.zero_one import DistributedZeroOneAdam
+from ocomm_torch.optimizers.onebit import DistributedOneBitAdam
+from ocomm_torch.optimizers.zero_one import DistributedZeroOneAdam
 from tests.doc_blocks import DOCS
 from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.oracle.onebit_adam import Simulation

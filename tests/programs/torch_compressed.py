@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from ocomm.collectives import pipeline
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError
 from ocomm.optim import flows
-from ocomm_torch import compressed, placement
 from ocomm_torch.compression import Compression
+from ocomm_torch.memory import placement
 from ocomm_torch.optimizer import DistributedOptimizer
+from ocomm_torch.optimizers import compressed
 from tests.fake_device import FakeDevice
 from tests.frontends.every_kind import KINDS, Kind, named_arrays
 from tests.frontends.fake_placement import FakePlacement
@@ -150,7 +151,7 @@ _wrapped = threading.local()
 
 
 def _place(names: Any, parameters: Any, session: Any) -> Any:
-    """Stands for ``ocomm_torch.placement.placement``."""
+    """Stands for ``ocomm_torch.memory.placement.placement``."""
     return FakePlacement(FakeDevice()) if _wrapped.on_device else placement.placement(names, parameters, session)
 
 

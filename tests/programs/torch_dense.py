@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ocomm_torch as hvd
 from ocomm.collectives import pipeline
 from ocomm.errors import InvalidRequestError, MismatchError
-from ocomm_torch import averaging
+from ocomm_torch.optimizers import averaging
 from tests.programs.torch_scripts import (
     SCALE,
     Edit,

@@ -14,11 +14,11 @@ from ocomm.kernels.device import Event
 from ocomm.training.driver import Driver
 from ocomm.types import DType, Flag
 from ocomm_torch.backward.watched import WatchedGradient, release
-from ocomm_torch.decayed import DecayedParameters
-from ocomm_torch.masters import Masters
-from ocomm_torch.memory_order import MemoryOrder
-from ocomm_torch.placement import OffloadedPlacement, Placement
-from ocomm_torch.tensor_memory import is_part, why_unreadable
+from ocomm_torch.memory.decayed import DecayedParameters
+from ocomm_torch.memory.masters import Masters
+from ocomm_torch.memory.order import MemoryOrder
+from ocomm_torch.memory.placement import OffloadedPlacement, Placement
+from ocomm_torch.memory.tensor_memory import is_part, why_unreadable
 
 #: The numbers of dtypes in kernels.
 _LOW_DTYPES = {torch.float16: int(DType.FLOAT16), torch.bfloat16: int(DType.BFLOAT16)}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ocomm.errors import InvalidRequestError
 from ocomm.kernels.base import WHOLE, Kernels
 from ocomm.kernels.device import DeviceKernels, Later
-from ocomm_torch.placement import Placement
+from ocomm_torch.memory.placement import Placement
 
 #: Parameters of these types have a master; float32 parameters are changed directly, unless they are elsewhere.
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ocomm.optim import lion as optim
-from ocomm_torch.compressed import optimizer_face
-from ocomm_torch.rates import OPTIMIZER, RateOptimizer
+from ocomm_torch.optimizers.compressed import optimizer_face
+from ocomm_torch.optimizers.rates import OPTIMIZER, RateOptimizer
 
 
 @optimizer_face(optim.Lion, optimizer=OPTIMIZER)

@@ -4,8 +4,8 @@ Averages are made while backward goes on. In each step autograd calls ``_on_grad
 starts allreduces, some megabytes at a time. When the backward pass that completed the last gradient ends,
 ``_on_backward_end`` waits for them. So ``clip_grad_norm_`` and everything else between ``backward()`` and ``step()``
 sees averages, as with DistributedDataParallel. What is missing then (parameters without a gradient) is submitted by
-``synchronize()``, by ``step()`` and before a GradScaler unscales (``ocomm_torch.loss_scaling``), on all ranks; and on
-a rank with gradients under way, where they are used (``backward.watched``) or something reads ``param_groups``.
+``synchronize()``, by ``step()`` and before a GradScaler unscales (``loss_scaling``), on all ranks; and on a rank with
+gradients under way, where they are used (``backward.watched``) or something reads ``param_groups``.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from ocomm.optim.grid import Grid
 from ocomm.training.comparison import StepComparison
 from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
-from ocomm_torch import loss_scaling
 from ocomm_torch.backward.hooks import hook_gradient
 from ocomm_torch.backward.late_averages import LateAverages
 from ocomm_torch.backward.passes import Passes, Verdict
 from ocomm_torch.backward.watched import add_watcher, release, watch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
-from ocomm_torch.ddp_modules import refuse_averaged
-from ocomm_torch.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
+from ocomm_torch.memory.naming import NamesParameters
+from ocomm_torch.memory.parameters import gradient_dtype
+from ocomm_torch.memory.tensor_memory import is_dtensor, is_part, is_shared, why_untrainable
 from ocomm_torch.mesh import DataAxis, inside
 from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
-from ocomm_torch.naming import NamesParameters
-from ocomm_torch.parameters import gradient_dtype
-from ocomm_torch.replicas import ParameterChecksums, options_of, way_of
-from ocomm_torch.tensor_memory import is_dtensor, is_part, is_shared, why_untrainable
-from ocomm_torch.wrapped import OF_ANOTHER, frozen_error
+from ocomm_torch.optimizers import loss_scaling
+from ocomm_torch.optimizers.ddp_modules import refuse_averaged
+from ocomm_torch.optimizers.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
+from ocomm_torch.optimizers.replicas import ParameterChecksums, options_of, way_of
+from ocomm_torch.optimizers.wrapped import OF_ANOTHER, frozen_error
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
 #: the network has work early.

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ocomm.errors import InvalidRequestError
-from ocomm_torch.masters import LOW_PRECISION
-from ocomm_torch.memory_order import is_dense
-from ocomm_torch.naming import pairs_of
-from ocomm_torch.tensor_memory import why_untrainable
+from ocomm_torch.memory.masters import LOW_PRECISION
+from ocomm_torch.memory.naming import pairs_of
+from ocomm_torch.memory.order import is_dense
+from ocomm_torch.memory.tensor_memory import why_untrainable
 
 
 def by_position(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

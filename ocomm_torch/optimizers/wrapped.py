@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ocomm.errors import InvalidRequestError
-from ocomm_torch.naming import NamesParameters
-from ocomm_torch.rank_states import HasRankState
+from ocomm_torch.memory.naming import NamesParameters
+from ocomm_torch.optimizers.rank_states import HasRankState
 
 #: A remedy that Horovod's messages do not name: a generator's loss gives the discriminator gradients, too.
 OF_ANOTHER = (

@@ -6,9 +6,9 @@ import torch
 
 from ocomm.optim import zero_one_adam as optim
 from ocomm.training.zero_one_adam import ZeroOneAdamDriver
-from ocomm_torch.adam import AdamWrapper
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import optimizer_face
+from ocomm_torch.optimizers.adam import AdamWrapper
+from ocomm_torch.optimizers.compressed import optimizer_face
 
 
 @optimizer_face(

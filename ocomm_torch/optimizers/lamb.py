@@ -9,8 +9,8 @@ from ocomm.kernels.base import Floats
 from ocomm.optim import lamb as optim
 from ocomm.optim.core import Group
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import AdamWrapper
-from ocomm_torch.compressed import optimizer_face
+from ocomm_torch.optimizers.adam import AdamWrapper
+from ocomm_torch.optimizers.compressed import optimizer_face
 
 
 @optimizer_face(

@@ -1,8 +1,8 @@
 """``DistributedOptimizer`` with ``Compression.int8`` or ``int4``: any optimizer, on averages of gradients in codes.
 
 The exchange has a fixed layout, a vote and error feedback, like those of the 1-bit optimizers (``compressed``); hooks
-hand gradients over while backward goes on. What the user sees is what ``ocomm_torch.averaging`` shows: gradients are
-averages when ``backward()`` returns, or ``synchronize()`` where backward has not reached every parameter.
+hand gradients over while backward goes on. What the user sees is what ``averaging`` shows: gradients are averages
+when ``backward()`` returns, or ``synchronize()`` where backward has not reached every parameter.
 
 Ranks wait for each other at the end of backward, where gradients of several optimizers may have come in different
 orders. So they wait for all of them in the order in which the optimizers were made, once backward has ended for all.
@@ -33,11 +33,11 @@ from ocomm.training.low_bit import LateLowBitDriver
 from ocomm_torch.backward.late_averages import LateAverages
 from ocomm_torch.backward.watched import watch
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.ddp_modules import refuse_averaged
-from ocomm_torch.parameters import gradient_dtype, settings_of
-from ocomm_torch.replicas import WAYS, way_of
-from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure, step_without_hooks
+from ocomm_torch.memory.parameters import gradient_dtype, settings_of
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.ddp_modules import refuse_averaged
+from ocomm_torch.optimizers.replicas import WAYS, way_of
+from ocomm_torch.optimizers.wrapped import OF_ANOTHER, STEPPED, check_steps_without_closure, step_without_hooks
 
 TOO_MANY_PASSES = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "

@@ -13,12 +13,12 @@ from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, OcommError
 from ocomm.operations import ProcessSet
 from ocomm.types import ReduceOp
-from ocomm_torch import loss_scaling
 from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
+from ocomm_torch.memory.naming import NamesParameters
 from ocomm_torch.mpi_ops import TORCH
-from ocomm_torch.naming import NamesParameters
-from ocomm_torch.wrapped import frozen_error
+from ocomm_torch.optimizers import loss_scaling
+from ocomm_torch.optimizers.wrapped import frozen_error
 
 
 class AdasumOptimizer(loss_scaling.SharesOverflows, NamesParameters):

@@ -19,10 +19,10 @@ from ocomm.optim.checkpoint import fingerprint
 from ocomm.optim.core import Group
 from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.resume import class_of
-from ocomm_torch.checkpoint import check_plain, read, step_count, to_numpy
-from ocomm_torch.compressed import CompressedOptimizer
 from ocomm_torch.mesh import DataAxis, inside
-from ocomm_torch.wrapped import check_plain_optimizer
+from ocomm_torch.optimizers.checkpoint import check_plain, read, step_count, to_numpy
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.wrapped import check_plain_optimizer
 
 #: Torch's names of m and v in the state of a parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")

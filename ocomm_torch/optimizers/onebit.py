@@ -11,12 +11,12 @@ from ocomm.optim import onebit_adam as optim
 from ocomm.optim.adam import DenseAdam
 from ocomm.training.adam import dense_step
 from ocomm.training.onebit_adam import OneBitAdamDriver
-from ocomm_torch.adam import AdamWrapper
-from ocomm_torch.checkpoint import step_count
-from ocomm_torch.compressed import optimizer_face
-from ocomm_torch.placement import FilePlacement
-from ocomm_torch.replicas import way_of
-from ocomm_torch.wrapped import step_without_hooks
+from ocomm_torch.memory.placement import FilePlacement
+from ocomm_torch.optimizers.adam import AdamWrapper
+from ocomm_torch.optimizers.checkpoint import step_count
+from ocomm_torch.optimizers.compressed import optimizer_face
+from ocomm_torch.optimizers.replicas import way_of
+from ocomm_torch.optimizers.wrapped import step_without_hooks
 
 
 @optimizer_face(

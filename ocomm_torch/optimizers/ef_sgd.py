@@ -13,9 +13,9 @@ import torch
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.optim import ef_sgd as optim
 from ocomm.optim.core import Group
-from ocomm_torch.compressed import CompressedOptimizer, optimizer_face
 from ocomm_torch.mesh import inside
-from ocomm_torch.wrapped import check_plain_optimizer
+from ocomm_torch.optimizers.compressed import CompressedOptimizer, optimizer_face
+from ocomm_torch.optimizers.wrapped import check_plain_optimizer
 
 
 @optimizer_face(

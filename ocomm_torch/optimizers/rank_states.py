@@ -19,9 +19,9 @@ from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet
 from ocomm.runtime.background import Runtime
 from ocomm.training.driver import Driver
-from ocomm_torch.checkpoint import rank_source
-from ocomm_torch.loss_scaling import CollectiveStep
 from ocomm_torch.mesh import refuse_mesh
+from ocomm_torch.optimizers.checkpoint import rank_source
+from ocomm_torch.optimizers.loss_scaling import CollectiveStep
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,17 +26,17 @@ from ocomm.optim.verdict import StepOutcome
 from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.diloco import LACKING, DiLoCoDriver
-from ocomm_torch import loss_scaling
 from ocomm_torch.backward.hooks import unhook
-from ocomm_torch.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
 from ocomm_torch.compiling import eager
-from ocomm_torch.compressed import ARGUMENTS, remove_hooks
-from ocomm_torch.masters import LOW_PRECISION
+from ocomm_torch.memory.masters import LOW_PRECISION
+from ocomm_torch.memory.parameters import copied, named, settings_of
+from ocomm_torch.memory.tensor_memory import why_untrainable
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks, inside
-from ocomm_torch.parameters import copied, named, settings_of
-from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.tensor_memory import why_untrainable
-from ocomm_torch.wrapped import (
+from ocomm_torch.optimizers import loss_scaling
+from ocomm_torch.optimizers.checkpoint import check_plain, numbered_groups, to_numpy, to_torch
+from ocomm_torch.optimizers.compressed import ARGUMENTS, remove_hooks
+from ocomm_torch.optimizers.rank_states import HasRankState
+from ocomm_torch.optimizers.wrapped import (
     STEPPED,
     check_plain_optimizer,
     check_steps_without_closure,

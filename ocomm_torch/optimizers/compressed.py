@@ -31,22 +31,22 @@ from ocomm.training import report
 from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.types import Flag
-from ocomm_torch import loss_scaling
 from ocomm_torch.backward.hooks import hook_gradient
 from ocomm_torch.backward.passes import Passes, Verdict
 from ocomm_torch.backward.watched import add_watcher
-from ocomm_torch.checkpoint import check_plain, numbered_groups, step_count, to_numpy, to_torch
 from ocomm_torch.compiling import eager, leave_hooks_alone
-from ocomm_torch.ddp_modules import DDPModule
-from ocomm_torch.gradients import Gradients
-from ocomm_torch.masters import Masters
-from ocomm_torch.memory_options import MemoryOptions
-from ocomm_torch.memory_order import MemoryOrder
+from ocomm_torch.memory.gradients import Gradients
+from ocomm_torch.memory.masters import Masters
+from ocomm_torch.memory.options import MemoryOptions
+from ocomm_torch.memory.order import MemoryOrder
+from ocomm_torch.memory.parameters import check_parameter, check_storage, copied, dtype_name, named
+from ocomm_torch.memory.placement import Placement, offloaded, placement
 from ocomm_torch.mesh import DataAxis, LocalTensors, chosen_ranks
-from ocomm_torch.parameters import check_parameter, check_storage, copied, dtype_name, named
-from ocomm_torch.placement import Placement, offloaded, placement
-from ocomm_torch.rank_states import HasRankState
-from ocomm_torch.wrapped import OF_ANOTHER, STEPPED, stand_for_inner
+from ocomm_torch.optimizers import loss_scaling
+from ocomm_torch.optimizers.checkpoint import check_plain, numbered_groups, step_count, to_numpy, to_torch
+from ocomm_torch.optimizers.ddp_modules import DDPModule
+from ocomm_torch.optimizers.rank_states import HasRankState
+from ocomm_torch.optimizers.wrapped import OF_ANOTHER, STEPPED, stand_for_inner
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

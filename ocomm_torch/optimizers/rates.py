@@ -12,8 +12,8 @@ import torch
 
 from ocomm.errors import InvalidRequestError
 from ocomm.optim.core import Group
-from ocomm_torch.compressed import CompressedOptimizer
-from ocomm_torch.wrapped import check_plain_optimizer
+from ocomm_torch.optimizers.compressed import CompressedOptimizer
+from ocomm_torch.optimizers.wrapped import check_plain_optimizer
 
 #: The documentation of the argument ``optimizer``.
 OPTIMIZER = (

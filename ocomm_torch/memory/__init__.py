@@ -1,0 +1,1 @@
+"""Where tensors are, how their elements lie there, and what an exchange reads of them."""

@@ -1,0 +1,1 @@
+"""The distributed optimizers, and what they share."""
