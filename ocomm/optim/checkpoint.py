@@ -23,12 +23,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.compression.layout import Layout
+from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import CheckpointError
 from ocomm.kernels.base import Kernels
 from ocomm.types import Nodes
 
 State = Mapping[str, Any]
+#: What ``torch.compile``, DistributedDataParallel, FSDP and activation checkpoints put into the names of parameters.
+_WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: The entries of a core's state that have the names of tensors as keys.
+_BY_TENSOR = ("tensors", "sharded", "anchor", "momentum")
 
 
 def fingerprint(state: Any, kernels: Kernels) -> str:
@@ -101,13 +105,57 @@ def _spell(tensor: tuple[str, tuple[int, ...], str, str]) -> str:
     return f"'{name}' {shape} {dtype} order {order}"
 
 
+def unwrapped(name: str) -> str:
+    """Returns the name of a parameter without what Torch's wrappers of modules put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def renamed(state: State, layout: Layout, kernels: Kernels, where: str) -> State:
+    """Returns a saved state under the names of ``layout``, if the names in it are others only because Torch's wrappers
+    of modules were switched on or off since; else ``state`` itself.
+
+    Raises CheckpointError if the state to be renamed is damaged.
+    """
+    saved = state.get("tensors")
+    if not isinstance(saved, list):  # whoever checks the state says what it is
+        return state
+    before = [str(tensor[0]) if isinstance(tensor, list) and tensor else "" for tensor in saved]
+    now = [spec.name for spec in layout.tensors]
+    if before == now or list(map(unwrapped, before)) != list(map(unwrapped, now)):
+        return state
+    require_checksum(state, kernels, where)
+    names = dict(zip(before, now, strict=True))
+
+    def with_new(entries: State) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in entries.items()}
+
+    new = {**state, "tensors": [[name, *rest] for name, (_, *rest) in zip(now, saved, strict=True)]}
+    if "core" in state:  # not in rank states
+        core = state["core"]
+        new["core"] = {**core, **{key: with_new(core[key]) for key in _BY_TENSOR if key in core}}
+        new["masters"] = with_new(state.get("masters", {}))
+    if _digest(saved, state) == state["digest"]:  # else it is of another release
+        new["digest"] = _digest(new["tensors"], state)
+    return add_checksum({key: value for key, value in new.items() if key != "checksum"}, kernels)
+
+
+def _digest(tensors: Iterable[Any], state: State) -> str:
+    """Returns the digest of the layout of ``tensors``, as ``describe`` returns them, in the run of ``state``."""
+    specs = [TensorSpec(name, tuple(shape), order, dtype) for name, shape, order, dtype in tensors]
+    return f"{_layout(specs, state).digest:016x}"
+
+
+def _layout(tensors: Iterable[TensorSpec], state: State) -> Layout:
+    nodes = Nodes(tuple(tuple(node) for node in state["nodes"]), state["groups"])
+    return Layout(tensors, state["ranks"], state["block_size"], nodes)
+
+
 def layout_of(state: State, layout: Layout, where: str) -> Layout:
     """Returns the layout of the run in which a rank state was saved; its tensors are those of ``layout``.
 
     Raises CheckpointError if that layout cannot be made again, for instance because another release has saved it.
     """
-    nodes = Nodes(tuple(tuple(node) for node in state["nodes"]), state["groups"])
-    old = Layout(layout.tensors, state["ranks"], state["block_size"], nodes)
+    old = _layout(layout.tensors, state)
     if f"{old.digest:016x}" != state["digest"]:
         raise CheckpointError(
             f"{where} has layout {state['digest']}, but its tensors on {state['ranks']} ranks have layout "

@@ -618,6 +618,10 @@ class Driver:
         """Raises CheckpointError, which names the difference, if ``load_state`` would not load the state."""
         resume.check(self, saved, "the state_dict")
 
+    def renamed(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the state under this run's names, as ``checkpoint.renamed`` says."""
+        return checkpoint.renamed(saved, self.core.layout, self.kernels, "the state_dict")
+
     def check_place(self, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the state is of another place in a grid."""
         resume.check_place(self, saved, "the state_dict")

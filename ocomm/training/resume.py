@@ -372,6 +372,7 @@ def _read(driver: Resumable, source: Source, rank: int) -> State | None:
     state, where = source.read(rank), source.name(rank)
     if state is None:
         return None
+    state = checkpoint.renamed(state, driver.core.layout, driver.kernels, where)
     check(driver, state, where)
     if not source.alone and state["rank"] != rank:
         raise CheckpointError(f"{where} is of rank {state['rank']}.")

@@ -15,7 +15,7 @@ from ocomm import session as sessions
 from ocomm.agreement import gather
 from ocomm.errors import CheckpointError, InvalidRequestError
 from ocomm.kernels.base import Floats
-from ocomm.optim.checkpoint import fingerprint
+from ocomm.optim.checkpoint import fingerprint, unwrapped
 from ocomm.optim.core import Group
 from ocomm.training.adam import AdamDriver, refuse_other
 from ocomm.training.resume import class_of
@@ -276,11 +276,13 @@ class AdamWrapper(CompressedOptimizer):
         if run["optimizer"] != self._driver.kind:
             was, now = class_of(run["optimizer"]), class_of(self._driver.kind)
             raise CheckpointError(f"{where} is of {was}, the optimizer is {now}.")
-        entries = {}
+        entries, state = {}, state_dict["state"]
+        alike = {unwrapped(name): entry for name, entry in state.items()}
         for index, name in enumerate(self._names):
-            if name not in state_dict["state"]:
+            found = state.get(name, alike.get(unwrapped(name)) if len(alike) == len(state) else None)
+            if found is None:
                 raise CheckpointError(f"{where} has nothing of '{name}': name parameters alike in all grids.")
-            entries[index] = {key: inside(value) for key, value in state_dict["state"][name].items()}
+            entries[index] = {key: inside(value) for key, value in found.items()}
         plain = dict(super(CompressedOptimizer, self).state_dict())
         moments = {index: entry for index, entry in entries.items() if float(entry["step"])}
         plain["state"] = {

@@ -612,6 +612,7 @@ class CompressedOptimizer(HasRankState):
         plain = {key: value for key, value in state_dict.items() if key != "ocomm"}
         saved = state_dict.get("ocomm")
         if saved is not None:
+            saved = self._driver.renamed(to_numpy(saved))
             self._driver.check_place(saved)
             plain["state"] = self._without_shards(plain.get("state", {}), saved)
         plain["state"] = {number: copied(entry) for number, entry in self._check_plain(plain).items()}
@@ -620,7 +621,6 @@ class CompressedOptimizer(HasRankState):
             self._load_plain(plain)
             self._masters.restart()
             return
-        saved = to_numpy(saved)
         self._driver.check_state(saved)
         for tensor in self._driver.taken_over(saved):
             if tensor not in plain["state"]:

@@ -370,7 +370,7 @@ class DiLoCo(HasRankState):
         plain["param_groups"] = numbered_groups(plain)
         saved = state_dict.get("ocomm")
         if saved is not None:
-            saved = to_numpy(saved)
+            saved = self._driver.renamed(to_numpy(saved))
             self._driver.check_state(saved)
         super().load_state_dict(plain)
         # The wrapped optimizer's own method adds what states of other releases lack.

@@ -450,7 +450,8 @@ def test_a_dense_state_has_the_moments_of_a_run_and_goes_on_with_them(kind: Kind
         with torch.no_grad():
             for p, q in zip(part.parameters, again.parameters, strict=True):
                 q.copy_(p)
-        again.optimizer.load_dense_state_dict(saved)
+        compiled = {f"_orig_mod.{name}": entry for name, entry in saved["state"].items()}
+        again.optimizer.load_dense_state_dict({**saved, "state": compiled})
         loaded = again.optimizer.dense_state_dict()
         pairs = [(entry, loaded["state"][name]) for name, entry in saved["state"].items()]
         same = all(torch.equal(a[key], b[key]) for a, b in pairs for key in ("exp_avg", "step", "beta2"))

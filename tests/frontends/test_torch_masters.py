@@ -463,7 +463,8 @@ class TestCheckpoints:
             saved = torch.load(path, weights_only=True)
             low, law = pair.low, pair.law
             pair.low = Pair.parameters(MIXED, seed=rank)
-            pair.optimizer = KINDS[kind].wrap(pair.low)
+            in_ddp = [(f"module.parameter.0.{number}", p) for number, p in enumerate(pair.low)]
+            pair.optimizer = KINDS[kind].wrap(pair.low, named_parameters=in_ddp if parameters_first else None)
             if parameters_first:
                 load(pair.low, saved["parameters"])
             pair.optimizer.load_state_dict(saved["optimizer"])

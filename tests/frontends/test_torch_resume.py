@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ocomm.errors import MismatchError
+from ocomm.errors import CheckpointError, MismatchError
 from ocomm.session import Session
 from ocomm_torch.optimizers.birder import DistributedBirder, DistributedSoftSignSGD
+from ocomm_torch.optimizers.diloco import DistributedDiLoCo
 from ocomm_torch.optimizers.ef_sgd import DistributedEFSGD
 from ocomm_torch.optimizers.lamb import DistributedOneBitLamb
 from ocomm_torch.optimizers.lion import DistributedLion
@@ -59,6 +60,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Those of which saved states have names of parameters in all the places where they may be.
+BY_NAME = {
+    **OPTIMIZERS,
+    "1-bit Adam, sharded": functools.partial(DistributedOneBitAdam, freeze_step=9, shard_state=True),
+    "DiLoCo": functools.partial(DistributedDiLoCo, sync_every=4, bits=1),
+}
+
+
 def sparse(step: int, rank: int) -> list[np.ndarray | None]:
     """Some elements are used late, one tensor is used late, and one is sometimes missing on a rank."""
     result = gradients(step % 3 + 1 if step < 17 else step, rank)
@@ -74,12 +83,14 @@ def sparse(step: int, rank: int) -> list[np.ndarray | None]:
 class Run:
     """A model, its optimizer, and the digests of the parameters after each step."""
 
-    def __init__(self, kind: str, rank: int, values: Sequence[np.ndarray] | None = None, **options: Any) -> None:
+    def __init__(
+        self, kind: str, rank: int, values: Sequence[np.ndarray] | None = None, names: str = "layer.{}", **options: Any
+    ) -> None:
         self.rank = rank
         arrays = initial() if values is None else values
         self.parameters = [torch.nn.Parameter(torch.from_numpy(np.array(array))) for array in arrays]
-        names = [f"layer.{number}" for number in range(len(self.parameters))]
-        self.optimizer = OPTIMIZERS[kind](adam(self.parameters), zip(names, self.parameters, strict=True), **options)
+        named = [names.format(number) for number in range(len(self.parameters))]
+        self.optimizer = BY_NAME[kind](adam(self.parameters), zip(named, self.parameters, strict=True), **options)
         self.digests: list[str] = []
         #: Of the steps after which all ranks hold the same.
         self.common: dict[int, str] = {}
@@ -142,11 +153,40 @@ def test_a_run_that_stops_and_goes_on_equals_one_that_never_stopped_in_every_bit
     run_ranks(ranks, body)
 
 
-def checkpoint(kind: str, ranks: int, steps: int) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", BY_NAME)
+def test_a_run_goes_on_where_compile_or_ddp_is_switched_on_or_off(kind: str) -> None:
+    def body(session: Session) -> dict[str, Any]:
+        rank = rank_of(session)
+        run = Run(kind, rank)
+        digests = run.train(1, 14)
+        for before, after in [("layer.{}", "_orig_mod.layer.{}"), ("module.layer._orig_mod.{}", "layer.{}")]:
+            run = Run(kind, rank, names=before)
+            run.train(1, 7)
+            saved = run.save()
+            again = Run(kind, rank, saved["values"], after)
+            again.optimizer.load_state_dict(saved["optimizer"])
+            assert again.optimizer.load_rank_state_dict(saved["rank"])["rank_state"] == "loaded"
+            assert again.train(8, 14) == digests[7:]
+        for names in ("layer.module{}", "other.{}"):  # of another model
+            with pytest.raises(CheckpointError):
+                Run(kind, rank, saved["values"], names).optimizer.load_state_dict(saved["optimizer"])
+        return saved
+
+    saved = run_ranks(2, body)
+
+    def fewer(session: Session) -> None:
+        run = Run(kind, 0, saved[0]["values"])
+        run.optimizer.load_state_dict(saved[0]["optimizer"])
+        assert run.optimizer.load_rank_state_dict([state["rank"] for state in saved])["rank_state"] == "re-sharded"
+
+    run_ranks(1, fewer)
+
+
+def checkpoint(kind: str, ranks: int, steps: int, **options: Any) -> dict[str, Any]:
     """What ``ranks`` ranks have saved after ``steps`` steps: values and state_dict of rank 0, and all rank states."""
 
     def body(session: Session) -> dict[str, Any]:
-        run = Run(kind, rank_of(session))
+        run = Run(kind, rank_of(session), **options)
         run.train(1, steps)
         return run.save()
 
