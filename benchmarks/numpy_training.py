@@ -143,6 +143,9 @@ class Training:
     def implementation(self) -> str:
         return "ocomm"
 
+    def written_in_forward(self) -> dict[str, str]:
+        return {}
+
     def locate(self, tensors: list[int], final: bool) -> list[int]:
         if isinstance(self.driver, DiLoCoDriver):
             return self.driver.core.delta_addresses(tensors)

@@ -71,6 +71,11 @@ def first_difference(session: Session, number: int, name: str, lines: list[str],
     return ""
 
 
+def cause_of(difference: str, causes: Mapping[str, str]) -> str:
+    """Returns the one of ``causes``, by tensor name, of the tensor that ``difference`` names; "" for none."""
+    return next((cause for name, cause in causes.items() if f"'{name}'" in difference), "")
+
+
 def by_rank(values: Mapping[str, list[int]], verb: str) -> str:
     """Returns which ranks have which value: "rank(s) [0, 2] have x; rank(s) [1] have y" for ``verb`` "have"."""
     return "; ".join(f"rank(s) {who} {verb} {value}" for value, who in values.items())

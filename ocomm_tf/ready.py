@@ -54,6 +54,10 @@ class ReadyGradients:
         """Returns words that say how dense steps round, which are those of ``dense_step``."""
         return "ocomm"
 
+    def written_in_forward(self) -> dict[str, str]:
+        """Returns what writes to variables in forward on this rank alone: nothing in Keras does."""
+        return {}
+
     def connect(self, session: Session) -> None:
         """Makes a driver that has taken no step, among the current ranks. Collective."""
         self._clear()

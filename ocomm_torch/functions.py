@@ -13,12 +13,13 @@ import torch
 
 from ocomm import api
 from ocomm import session as sessions
-from ocomm.agreement import MADE_ALIKE, first_difference
+from ocomm.agreement import MADE_ALIKE, cause_of, first_difference
 from ocomm.errors import InvalidRequestError, MismatchError
 from ocomm.operations import ProcessSet, global_process_set
 from ocomm_torch.memory.parameters import gradient_dtype
 from ocomm_torch.mpi_ops import broadcast_async_
 from ocomm_torch.optimizers.rank_states import HasRankState
+from ocomm_torch.optimizers.replicas import written_in_forward
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -62,10 +63,12 @@ def check_replicas(params: Any, process_set: ProcessSet = global_process_set) ->
     ]
     difference = first_difference(session, number, session.automatic_name("check_replicas", number), lines, "hold")
     if difference:
-        raise MismatchError(
-            f"the replicas differ: {difference}. Something has changed them on some ranks only, or they have never "
-            f"been alike: {MADE_ALIKE['torch']} before the first step, and after anything that one rank does alone."
+        advice = (
+            "Something has changed them on some ranks only, or they have never been alike: "
+            f"{MADE_ALIKE['torch']} before the first step, and after anything that one rank does alone."
         )
+        written = written_in_forward((name or str(number), tensor) for number, (name, tensor) in enumerate(pairs))
+        raise MismatchError(f"the replicas differ: {difference}. {cause_of(difference, written) or advice}")
 
 
 def _named(params: Any) -> list[tuple[str | None, torch.Tensor]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.agreement import LOOKED_AT, MADE_ALIKE, digest, first_difference, say_alike
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, cause_of, digest, first_difference, say_alike
 from ocomm.errors import MismatchError, StallError
 from ocomm.negotiation.request import Kind, Request
 from ocomm.runtime.handle import Handle, Submission
@@ -69,6 +69,7 @@ class StepComparison:
         stepped: ``stepped(look)`` returns what ``parameters(look)`` was at the end of the step before; None if it was
             not noted. Gradients of some ranks begin to travel in backward, when a script may have other values in
             parameters, those of others later; and a script may make parameters alike after a step.
+        written: Returns what writes to parameters in forward, as ``Frontend.written_in_forward`` does.
     """
 
     def __init__(
@@ -84,11 +85,12 @@ class StepComparison:
         describe: Callable[[], Sequence[str]],
         gradients: Callable[[], int] = lambda: 0,
         stepped: Callable[[int], int | None] = lambda look: None,
+        written: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._session, self._number, self._name = session, number, name
         self._options, self._parameters, self._describe = options, parameters, describe
         self._title, self._way = title, way
-        self._framework, self._gradients, self._stepped = framework, gradients, stepped
+        self._framework, self._gradients, self._stepped, self._written = framework, gradients, stepped, written
         #: Number of first steps in which all ranks had the same gradients.
         self._alike_steps = 0
         made_alike = MADE_ALIKE[framework]
@@ -173,17 +175,16 @@ class StepComparison:
             what = "the ranks' parameters have become different"
             if last == 1:
                 what = f"the replicas are still not alike after {1 + GRACE} steps"
-            advice = f"{self._made_alike}, and after anything that one rank does alone."
+            said = self._said(rows, self._describe(), what, "hold")
+            made_alike = f"{self._made_alike}, and after anything that one rank does alone."
+            advice = cause_of(said, self._written()) or made_alike
             if self._behind:
                 advice = (
                     f"Rank(s) {self._behind} had joined before, and have not taken the steps that others took "
                     f"meanwhile: after join(), {MADE_ALIKE[self._framework]}, with the rank that join() returns as the "
                     "root."
                 )
-            raise MismatchError(
-                f"{self._said(rows, self._describe(), what, 'hold')} {advice} OCOMM_REPLICA_CHECK_STEPS says how often "
-                "this is checked, 0: never."
-            )
+            raise MismatchError(f"{said} {advice} OCOMM_REPLICA_CHECK_STEPS says how often this is checked, 0: never.")
 
     def _ranks(self) -> NDArray[np.int64]:
         """Returns the ranks that take part, once all rows have arrived."""
@@ -240,9 +241,9 @@ class StepComparison:
         if self._unequal_steps == 1 and self._rank == 0:
             _log.warning(
                 "%s: the replicas are not alike after their first step: each rank trains a model of its own, with "
-                "averages of gradients of all of them. %s. It is an error after %d further steps.",
+                "averages of gradients of all of them. %s It is an error after %d further steps.",
                 self._title,
-                self._made_alike,
+                " ".join([f"{self._made_alike}.", *self._written().values()]),
                 GRACE,
             )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, digest, first_difference, say_alike
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, cause_of, digest, first_difference, say_alike
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.codecs import FLOAT32, Codec
@@ -69,6 +69,12 @@ class Frontend(Protocol):
 
     def groups(self) -> list[Group]:
         """Returns all parameter groups."""
+        ...
+
+    def written_in_forward(self) -> Mapping[str, str]:
+        """Returns what writes to parameters in forward on this rank alone, and what to do, in words, by the parameters'
+        names. Called where replicas differ.
+        """
         ...
 
 
@@ -401,15 +407,21 @@ class Driver:
         except ReplicasDifferError as error:
             within = self.session.settings.replica_check_steps
             difference = first_difference(self.session, self.number, f"{self.name}.drift", self._replicated(), "hold")
+            advice = (
+                "Something changed them on some ranks only: a write to a weight, a checkpoint that one rank loaded. Do "
+                f"it on all ranks, or {MADE_ALIKE[self.frontend.framework]} after it."
+            )
             told = MismatchError(
                 f"{self.name}: the ranks' parameters have become different within the last {within} steps: "
-                f"{difference or 'they are equal again'}. Something changed them on some ranks only: a write to a "
-                "weight, a checkpoint that one rank loaded. Do it on all ranks, or "
-                f"{MADE_ALIKE[self.frontend.framework]} after it. "
+                f"{difference or 'they are equal again'}. {self._cause(difference) or advice} "
                 "OCOMM_REPLICA_CHECK_STEPS says how often this is checked."
             )
             self.stepper.give_up(told)
             raise told from error
+
+    def _cause(self, difference: str) -> str:
+        """Returns what makes replicas differ as ``difference`` says, and what to do; "" if that is not known."""
+        return cause_of(difference, self.frontend.written_in_forward())
 
     def _exchange(self) -> StepOutcome:
         groups = self.groups()
@@ -465,9 +477,10 @@ class Driver:
         except MismatchError as error:
             difference = first_difference(self.session, self.number, f"{self.name}.replicas", said, "hold")
             both = " In a job of Keras and Torch load Torch's into the optimizer before it is wrapped."
+            advice = f"Load the same checkpoint on all ranks, or {MADE_ALIKE[self.frontend.framework]}."
             raise MismatchError(
-                f"{self.name}: the replicas are not alike before their first step: {difference}. Load the same "
-                f"checkpoint on all ranks, or {MADE_ALIKE[self.frontend.framework]}.{both if self.is_mixed else ''}"
+                f"{self.name}: the replicas are not alike before their first step: {difference}. "
+                f"{self._cause(difference) or advice}{both if self.is_mixed else ''}"
                 if difference
                 else str(error)
             ) from None

@@ -116,6 +116,10 @@ class LocalVariables:
         """Returns words that say how dense steps round; ours, because there are none of the wrapped optimizer's."""
         return "ocomm"
 
+    def written_in_forward(self) -> dict[str, str]:
+        """Returns what writes to variables in forward on this rank alone: nothing in Keras does."""
+        return {}
+
     def groups(self) -> list[Group]:
         """Returns one group, with the learning rate, for messages."""
         return [Group(np.arange(len(self._entries)), self.rate)]

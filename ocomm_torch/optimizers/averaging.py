@@ -48,7 +48,7 @@ from ocomm_torch.mpi_ops import adapter_of, allreduce, sparse_allreduce_async
 from ocomm_torch.optimizers import loss_scaling
 from ocomm_torch.optimizers.ddp_modules import refuse_averaged
 from ocomm_torch.optimizers.low_bit import CLEARED_EARLY, TOO_MANY_PASSES
-from ocomm_torch.optimizers.replicas import ParameterChecksums, options_of, way_of
+from ocomm_torch.optimizers.replicas import ParameterChecksums, options_of, way_of, written_in_forward
 from ocomm_torch.optimizers.wrapped import OF_ANOTHER, frozen_error
 
 #: Bytes of gradients that are submitted together, because each submission costs the same; fewer the first time, so that
@@ -209,6 +209,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             lambda: checksums.each(parameters(), names()),
             lambda: this()._own_gradients(),
             lambda look: this()._noted.get(look),
+            lambda: written_in_forward(zip(names(), parameters(), strict=True)),
         )
 
     def _inside(self) -> list[Tensor]:

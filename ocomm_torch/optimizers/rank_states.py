@@ -19,9 +19,10 @@ from ocomm.errors import InvalidRequestError
 from ocomm.operations import ProcessSet
 from ocomm.runtime.background import Runtime
 from ocomm.training.driver import Driver
-from ocomm_torch.mesh import refuse_mesh
+from ocomm_torch.mesh import inside, refuse_mesh
 from ocomm_torch.optimizers.checkpoint import rank_source
 from ocomm_torch.optimizers.loss_scaling import CollectiveStep
+from ocomm_torch.optimizers.replicas import written_in_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,6 +169,10 @@ class HasRankState(CollectiveStep):
                 raise InvalidRequestError(
                     f"parameter '{name}' has another place in its param group than when it was wrapped. Put it back."
                 )
+
+    def written_in_forward(self) -> dict[str, str]:
+        """Returns what writes to parameters in forward on this rank alone, in words, by the parameters' names."""
+        return written_in_forward((name, inside(p)) for name, p in zip(self._names, self._parameters, strict=False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises InvalidRequestError, because the parameters are fixed."""

@@ -4,7 +4,8 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,29 @@ def _of_tensor(value: object) -> str | None:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_cuda:
         return repr(value.item())
     return None
+
+
+def written_in_forward(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Returns what writes in forward to the parameters ``named`` on this rank alone, and what to do, in words, by name.
+
+    It looks through all objects of the process, which takes a tenth of a second: call it where replicas differ.
+    """
+    names = {tensor.data_ptr(): name for name, tensor in named}
+    found = {}
+    for module in gc.get_objects():
+        # Not isinstance, which asks an object for its class: some import something then.
+        if not issubclass(type(module), (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            continue
+        if getattr(module, "max_norm", None) is None:
+            continue
+        if name := names.get(module.weight.data_ptr()):
+            found[name] = (
+                f"'{name}' is the weight of an {type(module).__name__} with max_norm={module.max_norm:g}: its forward "
+                "writes to the rows that this rank's batch has, and the other ranks' batches have others. Leave "
+                "max_norm out, and on all ranks, after each step, scale all rows: under torch.no_grad(), "
+                f"weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm:g}))."
+            )
+    return found
 
 
 class ParameterChecksums:

@@ -79,3 +79,48 @@ def test_what_is_no_tensor_is_refused() -> None:
             hvd.check_replicas({"lr": 0.1})
 
     run_ranks(1, body)
+
+
+# What writes to parameters in forward
+
+
+class Table(torch.nn.Module):
+    """Rows that forward scales to a norm, or that ``scale`` scales on all ranks alike."""
+
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        self.rows = torch.nn.EmbeddingBag.from_pretrained(torch.ones(20, 4), freeze=False, max_norm=max_norm)
+
+    def forward(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        return self.rows(torch.randint(0, 20, (2, 3), generator=generator)).sum()
+
+    def scale(self) -> None:
+        with torch.no_grad():
+            self.rows.weight.copy_(self.rows.weight.renorm(2, 0, 0.5))
+
+
+@pytest.mark.parametrize("kind", ["DistributedOptimizer", "DistributedOneBitAdam", "DistributedDiLoCo"])
+def test_an_embedding_with_max_norm_is_named_as_what_makes_replicas_differ(kind: str) -> None:
+    def train(max_norm: float | None, steps: int) -> Table:
+        model = Table(max_norm)
+        optimizer = getattr(hvd, kind)(torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters())
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            if max_norm is None:
+                model.scale()
+        if hasattr(optimizer, "finish"):
+            optimizer.finish()
+        return model
+
+    def body(session: Session) -> str:
+        hvd.check_replicas(train(None, 19).state_dict())
+        with pytest.raises(MismatchError) as raised:
+            hvd.check_replicas(train(0.5, 19).state_dict())
+        return str(raised.value)
+
+    for message in run_ranks(2, body):
+        assert "' is the weight of an EmbeddingBag with max_norm=0.5: its forward writes to the rows that" in message
+        assert "weight.copy_(weight.renorm(2, 0, 0.5))" in message and "broadcast" not in message
