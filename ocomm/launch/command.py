@@ -32,6 +32,8 @@ _DESCRIBES_THIS_PROCESS = re.compile(
 _WITHOUT_INPUT = "</dev/null"
 #: A variable for the last place of the environment: Hydra (5.0.2) loses what is there on its way to other hosts.
 _LAST = "_OCOMM_LAST"
+#: The begin of names under which variables travel that no shell can hold, such as ``A.B``: dash drops them.
+_RENAMED = "_OCOMM_RENAMED_"
 #: Flags of Open MPI's for hosts that ocommrun does not know of.
 _NAMES_HOSTS = re.compile(r"-H|--?(host|hostfile|machinefile)|--default-hostfile")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -154,6 +156,16 @@ def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
+def _renamed(request: LaunchRequest) -> dict[str, str]:
+    """Returns the variables of ocommrun that the shell of a rank would drop, by the names under which they travel."""
+    if "=" in request.command[0]:  # env would take it for a variable
+        return {}
+    lost = sorted(name for name in request.environ if not _VARIABLE.fullmatch(name))
+    if request.spans_hosts:
+        lost = [name for name in lost if not _HOROVOD_KEEPS.fullmatch(name)]
+    return {f"{_RENAMED}{number}": name for number, name in enumerate(lost)}
+
+
 def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "") -> tuple[str, ...]:
     """Returns the command of a rank: a shell that sets torchrun's variables and becomes the program.
 
@@ -161,10 +173,15 @@ def _command(request: LaunchRequest, launchers_rank: str, redirection: str = "")
     """
     steps = [] if request.torch_environ is None else [exports(launchers_rank)]
     is_hidden = any(map(_READ_BY_LAUNCHERS.fullmatch, request.command))
-    if not steps and not redirection and not is_hidden:
+    renamed = _renamed(request)
+    if not steps and not redirection and not is_hidden and not renamed:
         return request.command
     # A launcher does not read the shell's text. That is not always used, because it must not exceed 128 KiB.
     program, words = (shlex.join(request.command), ()) if is_hidden else ('"$0" "$@"', request.command)
+    if renamed:
+        assigned = [f'{shlex.quote(f"{name}=")}"${variable}"' for variable, name in renamed.items()]
+        steps += [f"set -- {' '.join(assigned)} {program}", f"unset {' '.join(renamed)}"]
+        program = 'env -- "$@"'
     return ("sh", "-c", "; ".join([*steps, f"exec {program} {redirection}".rstrip()]), *words)
 
 
@@ -239,7 +256,8 @@ def _common(request: LaunchRequest) -> dict[str, str]:
     # NCCL takes names of interfaces, but no networks.
     names = ",".join(name for name in request.interfaces if "/" not in name)
     nccl = {"NCCL_SOCKET_IFNAME": names} if names else {}
-    return {**request.settings, **(request.torch_environ or {}), **nccl}
+    renamed = {variable: request.environ[name] for variable, name in _renamed(request).items()}
+    return {**request.settings, **(request.torch_environ or {}), **nccl, **renamed}
 
 
 def _open_mpi_output(request: LaunchRequest, five: bool) -> list[str]:

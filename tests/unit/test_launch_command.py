@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -339,6 +344,26 @@ def test_every_variable_travels_but_those_of_this_host_or_process():
     }
     stay |= {"SSH_CONNECTION", "SLURM_PROCID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "not a name"}
     assert exported_names(dict.fromkeys(travel | stay, "1")) == tuple(sorted(travel))
+
+
+@pytest.mark.parametrize("launcher", [OPEN_MPI_5, MPICH, SRUN], ids=str)
+@pytest.mark.parametrize("more", [(), (":",)], ids=["", "hidden"])
+def test_ranks_have_variables_whose_names_no_shell_can_hold(launcher: Launcher, more: tuple[str, ...]):
+    odd = {"FOO.BAR": """a 'b' "$c" `d`""", "it's $odd": "1", "BASH_FUNC_x%%": "() { :; }"}
+    environ = {"PATH": os.environ["PATH"], **odd}
+    program = (sys.executable, "-Sc", "import os; print(dict(os.environ))", *more)
+    for request in (local, remote) if launcher is OPEN_MPI_5 else (local,):
+        line = build(request(command=program, environ=environ, torch_environ={"WORLD_SIZE": "2"}), launcher)
+        added = line.added_environ
+        if request is remote:
+            travels = {after for flag, after in itertools.pairwise(line.argv) if flag == "-x"}
+            environ, added = {"PATH": environ["PATH"]}, {name: added[name] for name in added if name in travels}
+            del odd["BASH_FUNC_x%%"]
+        shell = line.argv[line.argv.index("sh") :]
+        printed = subprocess.run(shell, env={**environ, **added}, check=True, capture_output=True, text=True).stdout
+        found = ast.literal_eval(printed)
+        assert {name: found.get(name) for name in odd} == odd
+        assert not any(name.startswith("_OCOMM") for name in found) and found["WORLD_SIZE"] == "2"
 
 
 @pytest.mark.parametrize(
