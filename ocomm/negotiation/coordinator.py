@@ -27,7 +27,10 @@ EQUAL_CALLS = (
 #: Follows an optimizer's name in the name of the exchange that compares the ranks' states at the beginning.
 FIRST_STEP = ": first step, or first after load_state_dict()"
 #: The remedy if only some ranks begin anew.
-LOADED_ALONE = "If a rank has loaded a state that others have not: load it on all ranks, or broadcast it"
+LOADED_ALONE = (
+    "If a rank has begun anew alone, because it has loaded a state or caught an error, out of memory for instance: do "
+    "so on all ranks, or broadcast the state"
+)
 _ANSWERS = 256  # how many answers are remembered
 
 

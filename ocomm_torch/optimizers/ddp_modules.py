@@ -109,10 +109,13 @@ class DDPModule:
             self._members = set(map(id, self._parameters))
         for parameter in bucket:
             if id(parameter) not in self._members:
+                everything = (pair for module in ddp_modules() for pair in module.module.named_parameters())
+                name = next((f"'{name}'" for name, other in everything if other is parameter), "a parameter")
                 raise InvalidRequestError(
-                    f"DDP leaves a gradient of shape {tuple(parameter.shape)} to {self._optimizer}, which does not "
-                    "have that parameter: nobody would average it. Give the optimizer all trained parameters of the "
-                    "module."
+                    f"DDP leaves the gradient of {name}, of shape {tuple(parameter.shape)}, to {self._optimizer}, "
+                    "which does not have that parameter: nobody would average it. Give the optimizer all trained "
+                    "parameters of the module; where several optimizers share them, leave DistributedDataParallel out, "
+                    "which these do not need."
                 )
         if self._is_queued:
             return

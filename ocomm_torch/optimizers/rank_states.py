@@ -177,7 +177,11 @@ class HasRankState(CollectiveStep):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises InvalidRequestError, because the parameters are fixed."""
         if not self._wrapping:
-            raise InvalidRequestError("a parameter group cannot be added. " + self._fixed)
+            raise InvalidRequestError(
+                "a parameter group cannot be added. Give the optimizer all parameters when it is made, also those that "
+                "train later, and freeze these until then (requires_grad_(False)): then Lightning's BackboneFinetuning "
+                "adds no group. " + self._fixed
+            )
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

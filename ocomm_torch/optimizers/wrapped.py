@@ -16,7 +16,7 @@ from ocomm_torch.optimizers.rank_states import HasRankState
 #: A remedy that Horovod's messages do not name: a generator's loss gives the discriminator gradients, too.
 OF_ANOTHER = (
     "Where a backward pass is for another optimizer, freeze the parameters of this one meanwhile: "
-    "requires_grad_(False)."
+    "requires_grad_(False). For parameters that both have, make one optimizer with param groups of the two."
 )
 #: The attributes of an optimizer that hold the hooks around its steps.
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

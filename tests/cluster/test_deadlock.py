@@ -83,7 +83,7 @@ def test_ranks_that_wait_for_each_other_fail_and_are_told_what_to_do(tmp_path: P
     text = found["order, rank 0"]
     assert text.startswith("DistributedOneBitAdam: step 5: rank(s) [1] will not come to it: rank 1 is at ")
     assert "in DistributedOneBitAdam#2: step 5. Step the optimizers in one order on all ranks." in text
-    remedy = "If a rank has loaded a state that others have not: load it on all ranks, or broadcast it."
+    remedy = "If a rank has begun anew alone, because it has loaded a state or caught an error, out of memory for "
     assert found["loaded, rank 0"].startswith(
         "tensor 'DistributedOneBitAdam#3: first step, or first after load_state_dict"
     )
@@ -206,5 +206,5 @@ except Exception as error:
 def test_a_state_that_one_rank_of_keras_loads_alone_is_an_error_in_a_graph(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="needs TensorFlow")
     job = run_job(2, KERAS, str(tmp_path), OCOMM_DEADLOCK_SECONDS="1", TF_CPP_MIN_LOG_LEVEL="3")
-    assert "load it on all ranks, or broadcast it" in said(job.stdout)["loaded, rank 0"], job.stdout + job.stderr
+    assert "do so on all ranks, or broadcast the state" in said(job.stdout)["loaded, rank 0"], job.stdout + job.stderr
     assert "gave up after 1 s" in said(job.stdout)["loaded, rank 0"]

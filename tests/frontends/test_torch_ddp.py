@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from typing import Any
 
@@ -218,6 +219,7 @@ def test_what_nobody_would_average_is_an_error(done: subprocess.CompletedProcess
             assert f"[{name} {rank}] InvalidRequestError" in done.stdout, done.stdout
         assert "or leave it out" in done.stdout
         assert f"[part {rank}] " in done.stdout and "nobody would average it" in done.stdout, done.stdout
+        assert re.search(r"the gradient of '[24]\.(weight|bias)', of shape \(", done.stdout), done.stdout
 
 
 @pytest.mark.long

@@ -320,7 +320,8 @@ def test_backward_passes_of_another_optimizer_are_told_and_keep_no_notice_back(
     assert [line for line in said if "cleared" in line] == [
         "DistributedOneBitAdam: zero_grad() has cleared 3 steps that backward had begun. Their gradients were "
         "exchanged for nothing. Where a backward pass is for another optimizer, freeze the parameters of this one "
-        "meanwhile: requires_grad_(False)."
+        "meanwhile: requires_grad_(False). For parameters that both have, make one optimizer with param groups of the "
+        "two."
     ]
     assert [line for line in said if "the warm-up is over" in line]
 

@@ -917,7 +917,8 @@ class TestRules:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition. To leave a step out, as "
                 "after a backward pass that raised, call optimizer.synchronize() first, on all ranks. Where a backward "
-                "pass is for another optimizer, freeze the parameters of this one meanwhile: requires_grad_(False)."
+                "pass is for another optimizer, freeze the parameters of this one meanwhile: requires_grad_(False). "
+                "For parameters that both have, make one optimizer with param groups of the two."
             )
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)

@@ -194,6 +194,10 @@ def test_a_gradient_of_another_size_is_not_read_and_is_refused_by_name(dtype: to
 
 
 def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do() -> None:
+    later = (
+        "Give the optimizer all parameters when it is made, also those that train later, and freeze these until then "
+        "(requires_grad_(False)): then Lightning's BackboneFinetuning adds no group. "
+    )
     advice = (
         "DistributedOneBitAdam exchanges the tensors that it was made with: to change them, take state_dict(), wrap a "
         'new Adam over all parameters, and load it there; or, where their number or shapes change, make its "state" '
@@ -206,7 +210,7 @@ def test_parameters_cannot_be_added_or_taken_away_and_the_error_says_what_to_do(
         one_step(parameters, optimizer, 1, rank)
         with pytest.raises(InvalidRequestError) as raised:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
-        assert str(raised.value) == f"a parameter group cannot be added. {advice}"
+        assert str(raised.value) == f"a parameter group cannot be added. {later}{advice}"
         inner = optimizer._inner
         inner.add_param_group({"params": [torch.nn.Parameter(torch.zeros(7))]})
         before = state_digest(parameters, optimizer)
@@ -696,7 +700,8 @@ def test_a_state_that_one_rank_alone_loads_is_told_at_the_next_step() -> None:
         "tensor 'DistributedOneBitAdam: first step, or first after load_state_dict()': rank 0 submitted it N s ago, "
         "rank "
         "1 did not. rank 1 is at test_torch_unusual_use.py:N in one_step, in DistributedOneBitAdam: step 5. If a "
-        "rank has loaded a state that others have not: load it on all ranks, or broadcast it."
+        "rank has begun anew alone, because it has loaded a state or caught an error, out of memory for instance: do "
+        "so on all ranks, or broadcast the state."
     )
 
 
