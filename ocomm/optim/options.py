@@ -60,6 +60,11 @@ class Options:
         """
         return {f.name: _plain(f.default) for f in fields(cls) if f.metadata["agree"]}
 
+    @classmethod
+    def following(cls, total_steps: int | None) -> dict[str, Any]:
+        """Returns the options that ``total_steps`` sets where the user has not chosen them, with their values."""
+        return {}
+
     def agreed(self) -> dict[str, Any]:
         """Returns the options that must be equal on all ranks, as JSON values, which are compared and saved."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.metadata["agree"]}

@@ -102,18 +102,20 @@ class ZeroOneAdamOptions(PreconditionerOptions):
         super().__post_init__()
         if self.vote not in ("step", "sync"):
             raise SettingsError(f"vote must be 'step' or 'sync', got {self.vote!r}")
-        total = require_total_steps(self.total_steps)
-        quarter = None if total is None else max(total // 4, 1)
-        object.__setattr__(self, "total_steps", total)
-        derived = {
+        object.__setattr__(self, "total_steps", require_total_steps(self.total_steps))
+        for name, value in self.following(self.total_steps).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self.schedules()
+
+    @classmethod
+    def following(cls, total_steps: int | None) -> dict[str, Any]:
+        quarter = None if total_steps is None else max(total_steps // 4, 1)
+        return {
             "local_step_start": quarter or 0,
             "local_step_doubling": quarter or 32768,
             "local_step_clip": 16 if quarter is None else 4,
         }
-        for name, value in derived.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        self.schedules()
 
     def schedules(self) -> tuple[SyncSchedule, RefreshSchedule]:
         """Returns the schedules of syncs and of refreshes, before the first step."""

@@ -133,7 +133,14 @@ def say_changes(driver: Resumable, saved: State) -> None:
     """Warns of options that differ from the saved ones, whose new values are used, and of another norm."""
     before, now = {**driver.default_options, **saved["options"]}, driver.options
     names = [n for n in sorted({*before, *now} - {"warm_start"}) if before.get(n) != now.get(n)]
-    changed = [f"{name} {before.get(name)!r} -> {now.get(name)!r}" for name in names]
+    follow = [driver.core.options_class.following(options.get("total_steps")) for options in (before, now)]
+    # Those that the user has not chosen are said of total_steps.
+    both = [
+        n for n in names if all(n in each and each[n] == o[n] for each, o in zip(follow, (before, now), strict=True))
+    ]
+    changed = [f"{n} {before.get(n)!r} -> {now.get(n)!r}" for n in names if n not in both]
+    if both:
+        changed[-1] += f" (so {', '.join(f'{n} {before[n]!r} -> {now[n]!r}' for n in both)})"
     if changed and driver.core.rank == 0:
         _log.warning("%s: resumed with other options: %s", driver.name, ", ".join(changed))
     if saved.get("norm") is not None and driver.core.rank == 0:  # of a release before norms of averages

@@ -231,6 +231,23 @@ def test_a_run_of_zero_one_adam_that_ends_between_syncs_ends_with_a_warning(
     assert f"{told}. Call finish() on all ranks after the last step, or pass total_steps=39, with which the" in said
 
 
+def test_options_that_follow_from_total_steps_are_told_of_it_where_a_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(session: Session) -> None:
+        def wrap(**options: Any) -> DistributedZeroOneAdam:
+            return DistributedZeroOneAdam(torch.optim.Adam([torch.nn.Parameter(torch.ones(40))]), **options)
+
+        saved = wrap(total_steps=32, local_step_clip=2).state_dict()
+        wrap(total_steps=80, local_step_clip=3).load_state_dict(saved)
+
+    run_ranks(2, body)
+    assert [said for said in warnings_of(caplog.records) if "resumed" in said] == [
+        "DistributedZeroOneAdam#2: resumed with other options: local_step_clip 2 -> 3, total_steps 32 -> 80 (so "
+        "local_step_doubling 8 -> 20, local_step_start 8 -> 20)"
+    ]
+
+
 @pytest.mark.parametrize("finishes", [False, True])
 def test_a_run_of_zero_one_adam_that_ends_with_a_sync_is_not_warned(
     finishes: bool, caplog: pytest.LogCaptureFixture
