@@ -60,6 +60,7 @@ class Runtime:
         self.settings = settings
         self.clock = clock
         self.failure: OcommError | None = None
+        self._has_mpi_failed = False
         self._on_start = on_start
         self._on_loss = on_loss
         self._sets = [world]
@@ -153,7 +154,10 @@ class Runtime:
                 pass
         except BaseException as error:
             detail = traceback.format_exc()
-            _log.error("rank %d: the background thread failed:\n%s", self.world.rank, detail)
+            if self._has_mpi_failed:  # no fault of this thread
+                _log.error("%s", error)
+            else:
+                _log.error("rank %d: the background thread failed:\n%s", self.world.rank, detail)
             failure = error if isinstance(error, OcommError) else HorovodInternalError(
                 f"rank {self.world.rank}: the background thread failed: {in_words(error)}."
             )  # fmt: skip
@@ -188,7 +192,12 @@ class Runtime:
         longest = min(0.25, self._heartbeat_s / 2)
         reason = self.engine.run(0.0005 if polling else max(min(due, longest), 0.0))
         if reason & Reason.FAILED:
-            raise HorovodInternalError(f"rank {self.world.rank}: the network failed; see the errors of the operations")
+            self._has_mpi_failed = True
+            raise HorovodInternalError(
+                f"rank {self.world.rank}: MPI failed, which ends all exchanges of this rank. The errors of the "
+                "operations say why: after a MismatchError it is the calls, whose messages did not fit, and not the "
+                "network."
+            )
         for process_set in self._sets:
             while (message := process_set.link.receive()) is not None:
                 self._hear(process_set, *message)

@@ -18,6 +18,7 @@ import pytest
 import ocomm
 from ocomm import bootstrap, operations
 from ocomm import session as sessions
+from ocomm.collectives.engine import Reason
 from ocomm.errors import (
     HorovodInternalError,
     InvalidRequestError,
@@ -291,6 +292,25 @@ def test_a_call_for_whose_result_there_is_no_memory_ends_with_the_job(monkeypatc
         "HorovodInternalError: rank 0: the background thread failed: MemoryError: no room for (6,).",
         "PeerError: rank 0 failed: MemoryError: no room for (6,).",
     ]
+    ranks.together(lambda _, session: session.shutdown())
+
+
+@threads_only
+def test_an_error_of_mpi_is_told_without_a_traceback_and_leaves_the_cause_to_the_calls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_FAREWELL_S", 0.3)
+    ranks = Ranks(2)
+    engine = ranks.sessions[0].engine
+    assert engine is not None
+    monkeypatch.setattr(engine, "run", lambda seconds: Reason.FAILED)
+    handle = start(ranks.sessions[0], np.ones(4, np.float32), "x")
+    why = (
+        "rank 0: MPI failed, which ends all exchanges of this rank. The errors of the operations say why: after a "
+        "MismatchError it is the calls, whose messages did not fit, and not the network."
+    )
+    assert outcome(handle) == f"HorovodInternalError: {why}"
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [why]
     ranks.together(lambda _, session: session.shutdown())
 
 
