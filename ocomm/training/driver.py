@@ -270,7 +270,7 @@ class Driver:
         return self.core.rank == 0 and self.core.layout.ranks > 1
 
     @property
-    def why_dense(self) -> Callable[[int], str] | None:
+    def why_dense(self) -> Callable[[int, int], str] | None:
         """A function that says why none of a number of steps was compressed; None if there is no warm-up.
 
         The function must not keep the driver alive.

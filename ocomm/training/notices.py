@@ -93,8 +93,8 @@ class Notices:
     Args:
         name: The optimizer's name in messages.
         traffic: Its counters, which others write.
-        why_dense: ``why_dense(steps)`` returns why none of so many steps was compressed, and what to change; None for
-            an optimizer without a warm-up.
+        why_dense: ``why_dense(seen, steps)`` returns why none of the ``seen`` steps of this process was compressed, of
+            ``steps`` of the whole run, and what to change; None for an optimizer without a warm-up.
         dense_bits: Bits per element of a dense step.
         speaks: Whether the lines at the start and when compression begins are said.
         why_apart: ``why_apart(steps)`` returns why the ranks' parameters differ after so many steps, and what to
@@ -103,7 +103,7 @@ class Notices:
 
     name: str
     traffic: Traffic
-    why_dense: Callable[[int], str] | None
+    why_dense: Callable[[int, int], str] | None
     dense_bits: int = 32
     speaks: bool = True
     why_apart: Callable[[int], str] | None = None
@@ -124,13 +124,17 @@ class Notices:
         one.
         """
         if self.speaks and self.traffic.dense_steps and self.why_dense is not None:
+            sent = amount(self.traffic.last_bytes_sent)
+            change = f"instead of {amount(dense_nbytes)}"
+            if self.traffic.last_bytes_sent >= dense_nbytes:
+                change = (
+                    f"where a dense step has sent {amount(dense_nbytes)}: with so few parameters the headers of "
+                    "messages are more than their bits, so DistributedOptimizer would send less"
+                )
             _log.log(
                 NOTICE,
-                "%s: the warm-up is over. From step %d on this rank sends %s per step instead of %s.",
-                self.name,
-                self.steps,
-                amount(self.traffic.last_bytes_sent),
-                amount(dense_nbytes),
+                "%s: the warm-up is over. From step %d on this rank sends %s per step %s.",
+                *(self.name, self.steps, sent, change),
             )
 
     def at_end(self, goes_on: bool) -> None:
@@ -145,7 +149,7 @@ class Notices:
         if self.why_apart is not None and not self.is_synced:
             _log.warning("%s: %s", self.name, self.why_apart(self.steps))
         if self.why_dense is not None and not self.traffic.compressed_steps and self.steps:
-            _log.warning("%s: %s", self.name, self.why_dense(self.steps))
+            _log.warning("%s: %s", self.name, self.why_dense(self.traffic.steps, self.steps))
         elif text := loss(self.traffic):
             _log.warning("%s: %s", self.name, text)
 
@@ -210,7 +214,7 @@ def follow(
     session: Session,
     name: str,
     traffic: Traffic,
-    why_dense: Callable[[int], str] | None,
+    why_dense: Callable[[int, int], str] | None,
     dense_bits: int,
     why_apart: Callable[[int], str] | None,
 ) -> Notices:

@@ -45,9 +45,9 @@ class AdamFrontend(MomentsFrontend, Protocol):
         ...
 
 
-def _why_dense(schedule: FreezeSchedule, total_steps: int | None, steps: int) -> str:
-    """Returns why none of ``steps`` steps was compressed, and what to change."""
-    dense = f"all {steps} steps were dense, so nothing was compressed"
+def _why_dense(schedule: FreezeSchedule, total_steps: int | None, seen: int, steps: int) -> str:
+    """Returns why none of the ``seen`` last steps of ``steps`` was compressed, and what to change."""
+    dense = f"all {seen} steps were dense, so nothing was compressed"
     if schedule.decided is not None and steps > schedule.decided:
         return (
             f"{dense}: when the warm-up was over, after step {schedule.decided}, the variance of all parameters was "
@@ -149,7 +149,7 @@ class OneBitAdamDriver(AdamDriver):
         return ShardedAdam(self.core.layout, self.core.rank, self.core.kernels)
 
     @property
-    def why_dense(self) -> Callable[[int], str]:
+    def why_dense(self) -> Callable[[int, int], str]:
         return partial(_why_dense, self.schedule, self._total_steps)
 
     def decided_by_length(self) -> str:

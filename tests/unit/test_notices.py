@@ -85,7 +85,7 @@ def test_a_loss_is_told_where_it_is_no_chance(traffic: Traffic, is_lost: bool) -
 
 def test_a_run_has_three_lines(caplog: pytest.LogCaptureFixture) -> None:
     traffic = Traffic()
-    notices = Notices("DistributedOneBitAdam", traffic, lambda steps: f"all {steps} were dense")
+    notices = Notices("DistributedOneBitAdam", traffic, lambda seen, steps: f"all {seen} were dense")
     with caplog.at_level(NOTICE, "ocomm"):
         notices.begin("2 ranks on 1 host", 13_800_000, "a step sends much.")
         for step in range(1, 5):
@@ -108,10 +108,23 @@ def test_a_run_has_three_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_run_without_a_compressed_step_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     traffic = Traffic(steps=7, dense_steps=7)
-    notices = Notices("X", traffic, lambda steps: f"all {steps} were dense", speaks=False)
-    notices.steps = 7
+    notices = Notices("X", traffic, lambda seen, steps: f"all {seen} of {steps} were dense", speaks=False)
+    notices.steps = 27  # with those before a saved state was loaded
     notices.at_end(goes_on=False)
-    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == ["X: all 7 were dense"]
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == ["X: all 7 of 27 were dense"]
+
+
+def test_a_model_whose_compressed_steps_send_more_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    traffic = Traffic(steps=4, dense_steps=3, compressed_steps=1, last_bytes_sent=192)
+    notices = Notices("X", traffic, lambda seen, steps: "")
+    notices.steps = 4
+    with caplog.at_level(NOTICE, "ocomm"):
+        notices.first_compressed(44)
+    assert caplog.records[0].getMessage() == (
+        "X: the warm-up is over. From step 4 on this rank sends 192 bytes per step where a dense step has sent 44 "
+        "bytes: with so few parameters the headers of messages are more than their bits, so DistributedOptimizer would "
+        "send less."
+    )
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
