@@ -71,6 +71,22 @@ def first_difference(session: Session, number: int, name: str, lines: list[str],
     return ""
 
 
+def told_of_steps(interrupted: tuple[int, str], steps: int, within: int) -> str:
+    """Returns a line that tells of a step of this rank that an error has ended, ``within`` steps before ``steps``.
+
+    Args:
+        interrupted: The number of the step, and the class of the error; "" for none.
+        steps: The number of steps up to now.
+        within: Steps after which it is not told any more.
+    """
+    step, error = interrupted
+    return (
+        f"parameters of step {step}, which {error} ended"
+        if error and steps - step <= within
+        else "those of whole steps"
+    )
+
+
 def cause_of(difference: str, causes: Mapping[str, str]) -> str:
     """Returns the one of ``causes``, by tensor name, of the tensor that ``difference`` names; "" for none."""
     return next((cause for name, cause in causes.items() if f"'{name}'" in difference), "")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, cause_of, digest, first_difference, say_alike
+from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, cause_of, digest, first_difference, say_alike, told_of_steps
 from ocomm.collectives.engine import Channel
 from ocomm.collectives.pipeline import segment_nbytes
 from ocomm.compression.codecs import FLOAT32, Codec
@@ -96,6 +96,8 @@ class Driver:
 
     #: The number of steps of the run, as far as it was told and has not been exceeded.
     total_steps: float = math.inf
+    #: The last step that the frontend has not finished, and the class of the error that ended it; "" for none.
+    interrupted: tuple[int, str] = (0, "")
     #: What is said where the frontends' own steps would round differently; {} says which rank has what.
     unlike_text = (
         "the ranks' own optimizers would round differently ({}), so ocomm's Adam makes the dense steps on all ranks, "
@@ -406,10 +408,12 @@ class Driver:
             return exchange()
         except ReplicasDifferError as error:
             within = self.session.settings.replica_check_steps
-            difference = first_difference(self.session, self.number, f"{self.name}.drift", self._replicated(), "hold")
+            lines = [told_of_steps(self.interrupted, self.steps, within), *self._replicated()]
+            difference = first_difference(self.session, self.number, f"{self.name}.drift", lines, "hold")
             advice = (
-                "Something changed them on some ranks only: a write to a weight, a checkpoint that one rank loaded. Do "
-                f"it on all ranks, or {MADE_ALIKE[self.frontend.framework]} after it."
+                "Something changed them on some ranks only: a write to a weight, a step that raised and whose error "
+                "was caught, a checkpoint that one rank loaded. Do it on all ranks, or "
+                f"{MADE_ALIKE[self.frontend.framework]} after it."
             )
             told = MismatchError(
                 f"{self.name}: the ranks' parameters have become different within the last {within} steps: "

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ocomm import operations
 from ocomm import session as sessions
-from ocomm.agreement import digest
+from ocomm.agreement import digest, told_of_steps
 from ocomm.api import Average, Sum
 from ocomm.errors import InvalidRequestError, MismatchError, OcommError, StallError
 from ocomm.operations import ProcessSet
@@ -139,6 +139,8 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         self._no_rows: dict[Tensor, Tensor] = {}  # empty sparse gradients, which count as zeros
         self._hooked: dict[Tensor, None] = {}  # parameters with hooks, in the order of the groups
         self._comparison = self._make_comparison()
+        #: The last step that an error has ended, and its class; "" for none.
+        self._interrupted = 0, ""
         self._compared: _Exchange | None = None  # the comparison of the current step
         #: The hyperparameters of the last step, a line for each. The next comparison has these, because the moment when
         #: it begins, in backward or in ``step()``, is another one on a rank that has no gradient.
@@ -196,6 +198,10 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             known = this()._names
             return [known[p] for group in groups() for p in group["params"]]
 
+        def described() -> list[str]:
+            told = told_of_steps(this()._interrupted, this()._comparison.next_look, steps)
+            return [told, *checksums.each(parameters(), names())]
+
         name = f"DistributedOptimizer{self._ending}"
         return StepComparison(
             session,
@@ -206,7 +212,7 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
             way_of(self, groups()),
             lambda: this()._stepped_with,
             lambda look: checksums.of(parameters(), look),
-            lambda: checksums.each(parameters(), names()),
+            described,
             lambda: this()._own_gradients(),
             lambda look: this()._noted.get(look),
             lambda: written_in_forward(zip(names(), parameters(), strict=True)),
@@ -681,6 +687,10 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
 
         try:
             result = super().step() if closure is None else super().step(averaged_closure)
+        except BaseException as error:
+            if self._comparison is not None:
+                self._interrupted = self._comparison.next_look + 1, type(error).__name__
+            raise
         finally:
             self.end_step()
         if self._comparison is not None:

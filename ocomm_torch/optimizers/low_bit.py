@@ -326,6 +326,9 @@ class Optimizer(CompressedOptimizer):
                     grad = self._parameters[index].grad
                     master.grad = None if grad is None else grad.float()
                 step_without_hooks(self._inner)
+        except BaseException as error:
+            self._driver.interrupted = self._driver.steps, type(error).__name__
+            raise
         finally:
             for master in masters.values():
                 master.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ocomm import api
 from ocomm.api import join
 from ocomm.errors import MismatchError
 from ocomm.session import Session
@@ -86,6 +88,35 @@ def test_an_unequal_start_is_a_warning_in_the_second_step_and_an_error_later(cap
         "DistributedOptimizer: the replicas are still not alike after 17 steps: rank(s) [0] hold '0.weight' with "
     )
     assert "broadcast_parameters" in message and caplog.text.count("replicas are not alike") == 1
+
+
+class Full(torch.optim.SGD):
+    """Runs out of memory in the third step of rank 1."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps == 3 and api.rank() == 1:
+            raise torch.OutOfMemoryError("no memory is left")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.int8], ids=["dense", "int8"])
+def test_a_step_that_ran_out_of_memory_on_one_rank_is_told_as_what_makes_ranks_differ(compression: Any) -> None:
+    def body(session: Session) -> str:
+        model = make_model()
+        optimizer = DistributedOptimizer(Full(model.parameters(), 1e-2), compression=compression)
+        with pytest.raises(MismatchError) as raised:
+            for number in range(4 * WITHIN):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    step(model, optimizer, number, api.rank())
+        return str(raised.value)
+
+    for message in run_ranks(2, body, SETTINGS):
+        assert (
+            "rank(s) [0] hold those of whole steps; rank(s) [1] hold parameters of step 3, which OutOfMemoryError ended"
+        ) in message
 
 
 def test_ranks_may_be_made_alike_after_their_first_step() -> None:
