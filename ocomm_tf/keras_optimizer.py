@@ -7,7 +7,9 @@ have not been averaged. So a path through Keras that this module does not know c
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -31,6 +33,7 @@ from ocomm_tf.naming import name_of
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 #: Gives each variable to one of several optimizers; not in older versions of Keras 3.
 MultiOptimizer = getattr(keras.optimizers, "MultiOptimizer", ())
+_EXCLUDE = "exclude_from_weight_decay"
 
 
 def not_compiled(method: Any) -> Any:
@@ -298,7 +301,18 @@ def subclass_of(mixin: type, optimizer: Any) -> Any:
     wrapper = type(base.__name__, (mixin, base), {"__module__": module, "__doc__": base.__doc__})
     wrapped: Any = object.__new__(wrapper)
     wrapped.__dict__.update(vars(optimizer))
+    wrapped.__dict__.pop(_EXCLUDE, None)  # that of a wrapper before this one
+    if hasattr(optimizer, _EXCLUDE):  # not in Keras 2
+        optimizer.__dict__[_EXCLUDE] = partial(_exclude_from_each, [weakref.ref(optimizer), weakref.ref(wrapped)])
     return wrapped
+
+
+def _exclude_from_each(optimizers: Sequence[weakref.ref[Any]], *variables: Any, **named: Any) -> None:
+    """Calls ``exclude_from_weight_decay`` of the class of each optimizer. A wrapper has no part of what it changes, so
+    a call for the wrapped optimizer would not count.
+    """
+    for optimizer in filter(None, (reference() for reference in optimizers)):
+        getattr(type(optimizer), _EXCLUDE)(optimizer, *variables, **named)
 
 
 def accumulators(optimizer: Any) -> list[Any]:

@@ -228,6 +228,17 @@ class Compressed(Driven):
         sums = [scaled(gradient, passes) for gradient in grads] if passes > 1 else grads
         return sums if self.global_clipnorm else super()._clip_gradients(sums)  # type: ignore[misc]
 
+    def exclude_from_weight_decay(self: Any, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables like the wrapped optimizer. Raises InvalidRequestError once it is built: the step's weight
+        decay is fixed then.
+        """
+        if self.built:
+            raise InvalidRequestError(
+                f"exclude_from_weight_decay() comes too late for Distributed{self.ocomm_core.kind}, which is built. "
+                "Call it before build(), or before the first step."
+            )
+        super().exclude_from_weight_decay(var_list, var_names)  # type: ignore[misc]
+
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing, because the weight decay is part of the step."""
 

@@ -327,3 +327,21 @@ def test_scales_of_float8_are_equal_on_all_ranks_or_refused(wrap: Any, said: str
 
     first, second = run_ranks(2, body)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, hvd.DistributedOneBitAdam])
+def test_what_is_excluded_from_weight_decay_on_the_wrapped_optimizer_counts(wrap: Any) -> None:
+    def body(session: Session) -> None:
+        kernel, bias = variables = [keras.Variable(np.ones(3, np.float32), name=name) for name in ("kernel", "bias")]
+        inner = keras.optimizers.AdamW(0.5, weight_decay=0.5)
+        wrap(inner)  # a wrapper that nobody keeps
+        optimizer = wrap(inner)
+        inner.exclude_from_weight_decay(var_names=["bias"])
+        optimizer.build(variables)
+        optimizer.apply([tf.zeros(3), tf.zeros(3)])
+        assert (kernel.numpy() < 1.0).all() and (bias.numpy() == 1.0).all()
+        if wrap is hvd.DistributedOneBitAdam:
+            with pytest.raises(InvalidRequestError, match="comes too late for DistributedOneBitAdam, which is built"):
+                inner.exclude_from_weight_decay([kernel])
+
+    run_ranks(1, body)
