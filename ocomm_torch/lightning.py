@@ -131,7 +131,8 @@ class OcommStrategy(DDPStrategy):
         process_group_backend: Of torch.distributed, for metrics and what else Lightning exchanges; None for "ocomm", on
             a GPU "nccl".
         timeout: Of that process group.
-        options: Passed on to the function that wraps.
+        options: Passed on to the function that wraps. A file of LightningCLI has them under ``dict_kwargs:``, beside
+            ``init_args:``.
 
     Raises:
         InvalidRequestError: There is no optimizer of that name.
