@@ -44,7 +44,7 @@ from ocomm_torch.distributed.tensors import (
     require_same_size,
     row_nbytes,
 )
-from ocomm_torch.distributed.work import GroupWork, Messages, Together, UnderWay
+from ocomm_torch.distributed.work import GroupWork, Messages, Together, UnderWay, within
 from ocomm_torch.mpi_ops import TORCH
 
 #: Seconds for which a rank that has failed waits until the other ranks say what they have called.
@@ -281,16 +281,18 @@ class OcommProcessGroup(ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    # Collectives
+    # Collectives. As those of ``ProcessGroup`` they take ``opts``, or in its place a root, a reduction and a timeout.
 
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+    def allreduce(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        return self._allreduce(given, opts, "allreduce")
+        return within(timeout, self._allreduce(given, opts if op is None else op, "allreduce"))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self._allreduce(list(tensors), opts, "allreduce_coalesced")
 
-    def _allreduce(self, tensors: list[Tensor], opts: Any, operation: str) -> Work:
+    def _allreduce(self, tensors: list[Tensor], opts: Any, operation: str) -> GroupWork:
         if len(tensors) == 1 and tensors[0].layout is torch.sparse_coo:
             return self._sparse_sum(tensors[0], op_of(opts), tensors)
         call, reduction = self._reduction(operation, tensors, [tensor.numel() for tensor in tensors], opts)
@@ -326,7 +328,7 @@ class OcommProcessGroup(ProcessGroup):
         self._start(refused, [], [], lambda context, sources, targets: Plan("refusal", [[Stage()]]), []).wait()
         raise refusal
 
-    def _sparse_sum(self, tensor: Tensor, op: Any, result: list[Tensor]) -> Work:
+    def _sparse_sum(self, tensor: Tensor, op: Any, result: list[Tensor]) -> GroupWork:
         """Starts a sum of sparse COO tensors: every rank gathers the elements of all ranks, and adds them by itself.
 
         Waits until all ranks have said how many elements they have, because plans are of known sizes.
@@ -370,9 +372,11 @@ class OcommProcessGroup(ProcessGroup):
         buffers = [bytes_of(source) for source in sources], [bytes_of(rows) for rows in gathered]
         return self._start(call, *buffers, build, result, Summed())
 
-    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+    def broadcast(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
+        root = self._root("broadcast", opts, root)
         out = Out(given[0], "broadcast")
         call = Call("broadcast", dtype_of(given[0]), (given[0].numel(),), root=root)
 
@@ -380,11 +384,22 @@ class OcommProcessGroup(ProcessGroup):
             return dense.broadcast(context, sources[0], targets[0], root)
 
         buffer = [out.bytes]
-        return self._start(call, buffer, buffer, build, given, out)
+        return within(timeout, self._start(call, buffer, buffer, build, given, out))
 
-    def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, *_: Any) -> Work:
+    def reduce(
+        self,
+        tensors: list[Tensor] | Tensor,
+        opts: Any = None,
+        op: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        root = self._peer("reduce", opts.rootRank)
+        op = op if op is not None or isinstance(opts, int) else opts
+        return within(timeout, self._reduce(given, op, self._root("reduce", opts, root)))
+
+    def _reduce(self, given: list[Tensor], opts: Any, root: int) -> GroupWork:
         call, reduction = self._reduction("reduce", given[:1], [given[0].numel()], opts, root)
         if not isinstance(reduction, ReduceOp):
             results = given[:1] if root == self._rank else []
@@ -400,7 +415,7 @@ class OcommProcessGroup(ProcessGroup):
         """Returns the builder of a gather of ``nbytes`` of each rank."""
         return _exchange([[[nbytes * (peer == root) for peer in range(self._size)] for _ in range(self._size)]])
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None) -> Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         if len(inputs) != 1 or len(outputs[0]) != self._size:
@@ -411,7 +426,7 @@ class OcommProcessGroup(ProcessGroup):
         source, results = inputs[0], list(outputs[0])
         require_same_size("allgather", results, source)
         parts = Parts(results, "allgather")
-        return self._gather_all("allgather", [source], [parts.buffer], outputs[0], parts)
+        return within(timeout or opts, self._gather_all("allgather", [source], [parts.buffer], outputs[0], parts))
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         if len(output_lists) != self._size or any(len(outputs) != len(inputs) for outputs in output_lists):
@@ -448,22 +463,32 @@ class OcommProcessGroup(ProcessGroup):
         gathered: Sequence[Tensor],
         result: list[Any],
         *stores: Output,
-    ) -> Work:
+    ) -> GroupWork:
         sources = [bytes_of(plain(tensor, operation)) for tensor in inputs]
         call = Call(operation, dtypes_of(inputs), tuple([tensor.numel() for tensor in inputs]))
         targets = [bytes_of(tensor) for tensor in gathered]
         return self._start(call, sources, targets, _gather_equal, result, *stores)
 
-    def gather(self, outputs: Any, inputs: list[Tensor], opts: Any = None) -> Work:
-        root, source = self._peer("gather", opts.rootRank), inputs[0]
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        root, source = self._root("gather", opts, root), inputs[0]
         call = Call("gather", dtype_of(source), (source.numel(),), root=root)
         results = list(outputs[0]) if root == self._rank else []
         if root == self._rank:
             self._one_for_each("gather", results)
             require_same_size("gather", results, source)
         parts = Parts(results, "gather")
-        sources = [bytes_of(plain(source, "gather"))]
-        return self._start(call, sources, [bytes_of(parts.buffer)], self._to_root(source.nbytes, root), results, parts)
+        buffers = [bytes_of(plain(source, "gather"))], [bytes_of(parts.buffer)]
+        return within(timeout, self._start(call, *buffers, self._to_root(source.nbytes, root), results, parts))
+
+    def _root(self, operation: str, opts: Any, root: int | None) -> int:
+        """Returns the root of a call: ``root``, or that of ``opts``, which may be the root itself."""
+        if root is None:
+            root = opts if isinstance(opts, int) else opts.rootRank
+        return self._peer(operation, root)
 
     def _peer(self, operation: str, rank: int) -> int:
         """Returns ``rank``, a root or an end of a message. Raises InvalidRequestError unless the group has it."""
@@ -482,8 +507,12 @@ class OcommProcessGroup(ProcessGroup):
                 f"{len(tensors)}."
             )
 
-    def scatter(self, outputs: list[Tensor], inputs: Any, opts: Any = None) -> Work:
-        root, output = self._peer("scatter", opts.rootRank), outputs[0]
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> Work:
+        if isinstance(outputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+        root, output = self._root("scatter", opts, root), outputs[0]
         call = Call("scatter", dtype_of(output), (output.numel(),), root=root)
         source = torch.empty(0, dtype=torch.uint8)
         if root == self._rank:
@@ -492,9 +521,12 @@ class OcommProcessGroup(ProcessGroup):
             source = joined(inputs[0], "scatter")
         table = [[output.nbytes * (sender == root)] * self._size for sender in range(self._size)]
         out = Out(output, "scatter", filled=False)
-        return self._start(call, [bytes_of(source)], [out.bytes], _exchange([table]), outputs, out)
+        work = self._start(call, [bytes_of(source)], [out.bytes], _exchange([table]), outputs, out)
+        return within(timeout, work)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> Work:
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         output, parts = outputs[0], list(inputs[0])
@@ -504,9 +536,9 @@ class OcommProcessGroup(ProcessGroup):
                 f"got {len(parts)}, and {output.numel()} elements."
             )
         sizes = [part.numel() for part in parts]
-        call, reduction = self._reduction("reduce_scatter", [output, *parts], sizes, opts)
+        call, reduction = self._reduction("reduce_scatter", [output, *parts], sizes, opts if op is None else op)
         whole = joined(parts, "reduce_scatter")
-        return self._scatter(call, reduction, [output], [whole], [sizes])
+        return within(timeout, self._scatter(call, reduction, [output], [whole], [sizes]))
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
         return self._reduce_scatter_singles("reduce_scatter_tensor", [output], [source], opts)
@@ -536,7 +568,7 @@ class OcommProcessGroup(ProcessGroup):
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         sizes: Sequence[Sequence[int]],
-    ) -> Work:
+    ) -> GroupWork:
         """Starts a reduction of each of ``inputs``, of which rank r gets the r-th part, of ``sizes[k][r]`` elements."""
         sources = [bytes_of(source) for source in inputs]
         itemsize = outputs[0].element_size()
@@ -562,6 +594,8 @@ class OcommProcessGroup(ProcessGroup):
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
         opts: Any = None,
+        *,
+        timeout: Any = None,
     ) -> Work:
         operation = "all_to_all_single"
         sent = row_nbytes(source, input_splits, self._size, "input")
@@ -569,7 +603,8 @@ class OcommProcessGroup(ProcessGroup):
         out = Out(output, operation, filled=False)
         call = Call(operation, dtype_of(source), sent=tuple(sent), received=tuple(got))
         sources = [bytes_of(plain(source, operation))]
-        return self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
+        work = self._start(call, sources, [out.bytes], self._deal(sent, got), [output], out)
+        return within(timeout or opts, work)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         if not len(outputs) == len(inputs) == self._size:
@@ -594,8 +629,11 @@ class OcommProcessGroup(ProcessGroup):
             )
         return _exchange([table])
 
-    def barrier(self, opts: Any = None, *_: Any) -> Work:
-        return self._start(Call("barrier"), [], [], lambda context, sources, targets: Plan("barrier", [[Stage()]]), [])
+    def barrier(self, opts: Any = None, *_: Any, timeout: Any = None) -> Work:
+        def build(context: Context, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> Plan:
+            return Plan("barrier", [[Stage()]])
+
+        return within(timeout or opts, self._start(Call("barrier"), [], [], build, []))
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that ends within ``timeout``, or the group's. Every rank that waits there gets a StallError that

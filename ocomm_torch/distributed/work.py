@@ -79,13 +79,15 @@ class GroupWork(Work):
         self._lock = threading.Lock()
         self._future: Future | None = None
         self._under_way = under_way
+        #: Seconds for a wait that gives none; None: the group's.
+        self.limit_s: float | None = None
         #: The number in ``under_way``, from 1; 0 for none.
         self.number = 0
         if under_way is not None:
             under_way.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        self.end(seconds_of(timeout))
+        self.end(seconds_of(timeout) or self.limit_s)
         if self._under_way is not None:
             self._under_way.end(self.number)
         return True
@@ -136,6 +138,12 @@ class GroupWork(Work):
         return future
 
     getFuture = get_future
+
+
+def within(timeout: Any, work: GroupWork) -> GroupWork:
+    """Returns ``work``, for which waits take ``timeout`` unless they give one; anything else stands for the group's."""
+    work.limit_s = seconds_of(timeout)
+    return work
 
 
 class Messages:

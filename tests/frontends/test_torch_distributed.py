@@ -179,6 +179,28 @@ said("sent outside", lambda: dist.send(ones, 2))
 said("received outside", lambda: dist.recv(ones, 2))
 said("sent together", lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, ones, 2)]))
 dist.all_reduce(ones.clone())  # the group goes on
+minute, most = datetime.timedelta(seconds=60), dist.ReduceOp.MAX  # as calls of a group of gloo's are written
+word, one, two = torch.full((2,), rank + 1.0), torch.zeros(2), [torch.zeros(2), torch.zeros(2)]
+for call, expected in (
+    (lambda: (group.broadcast(mine := word.clone(), root=1), mine), [2.0, 2.0]),
+    (lambda: (group.broadcast(mine := word.clone(), 1, minute), mine), [2.0, 2.0]),
+    (lambda: (group.allreduce(mine := word.clone(), op=most, timeout=minute), mine), [2.0, 2.0]),
+    (lambda: (group.allreduce(mine := word.clone(), most, minute), mine), [2.0, 2.0]),
+    (lambda: (group.reduce(mine := word.clone(), root=0, op=most), mine), None if rank else [2.0, 2.0]),
+    (lambda: (group.reduce(mine := word.clone(), 0, most, minute), mine), None if rank else [2.0, 2.0]),
+    (lambda: (group.gather([] if rank else two, word, root=0), two[1]), None if rank else [2.0, 2.0]),
+    (lambda: (group.scatter(one, [] if rank else [word, word * 5], root=0), one), [[1.0, 1.0], [5.0, 5.0]][rank]),
+    (lambda: (group.allgather(two, word, timeout=minute), two[0]), [1.0, 1.0]),
+    (lambda: (group.reduce_scatter(one, [word, word], op=most), one), [2.0, 2.0]),
+    (lambda: (group.alltoall_base(one, word, [1, 1], [1, 1], minute), one), [1.0, 2.0]),
+    (lambda: (group.barrier(timeout=minute), word), [rank + 1.0] * 2),
+):
+    work, found = call()
+    assert work.wait() and expected in (None, found.tolist()), (expected, found)
+limited = both()
+if rank == 0:
+    said("limited", lambda: limited.barrier(timeout=datetime.timedelta(seconds=0.5)).wait())
+dist.barrier()
 group.send([ones * 3], rank, 7)
 mine = torch.zeros(4)
 group.recv([mine], rank, 7)
@@ -357,6 +379,7 @@ def test_what_ranks_do_not_do_alike_is_an_error_that_names_them(
     assert "StallError: torch.distributed" in said["barrier 0"]
     assert "timeout of 0.5 s; rank(s) [1] have not" in said["barrier 0"]
     assert "StallError: torch.distributed" in said["no time 0"]
+    assert "timeout of 0.5 s; rank(s) [1] have not" in said["limited 0"]
     assert "StallError" in said["unsent 0"] and "from rank 1 to rank 0" in said["unsent 0"]
 
 
