@@ -445,8 +445,8 @@ MUTATIONS = [
     Mutation(
         "a part of a grid does not hear the others' flags",
         "ocomm/optim/stepper.py",
-        "heard |= grid.hold(",
-        "grid.hold(",
+        "return VERDICTS[heard]",
+        "return outcome",
         "frontends/test_torch_grids.py",
     ),
     Mutation(
@@ -528,9 +528,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a sharded step is taken with averages that are not finite",
-        "ocomm/optim/stepper.py",
-        "(heard & _AVERAGE or not all(",
-        "(not all(",
+        "ocomm/optim/verdict.py",
+        "flags & (Flag.NON_FINITE | Flag.AVERAGE)",
+        "flags & Flag.NON_FINITE",
         "frontends/test_torch_sharded.py",
     ),
     Mutation(
@@ -563,9 +563,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a step is exchanged again without its gradients",
-        "ocomm/optim/stepper.py",
-        "                if heard & _RELEASED:",
-        "                if heard & _RELEASED & _SKIP:",
+        "ocomm/optim/verdict.py",
+        "StepOutcome.REFUSE if flags & Flag.RELEASED else StepOutcome.AGAIN",
+        "StepOutcome.AGAIN",
         "frontends/test_torch_free_gradients.py",
     ),
     Mutation(
