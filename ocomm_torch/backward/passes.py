@@ -79,3 +79,26 @@ class Passes:
     def restart(self) -> None:
         """Begins the next step, or this one again."""
         self.left.update(self.first)
+
+
+class CountsPasses:
+    """Mixin of optimizers whose steps have several backward passes. ``_passes`` counts them."""
+
+    _passes: Passes
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes whose gradients are summed in a step. To set it begins the step again."""
+        return self._passes.per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, count: int) -> None:
+        self._passes.per_step = count
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
+
+        It says which passes of a step are not its last where their number differs from step to step, as
+        DistributedDataParallel's ``no_sync`` does, which these optimizers do not need. Not collective.
+        """
+        return self._passes.held()

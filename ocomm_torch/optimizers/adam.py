@@ -294,15 +294,13 @@ class AdamWrapper(CompressedOptimizer):
         if absent and len(absent) < len(self._masters.indices):
             raise CheckpointError(f"{where} has no master of '{absent[0]}'.")
         self._adopt(plain)
-        self._placement.arrive()
-        if absent:
-            self._masters.restart()
-        else:
-            self._masters.load({index: entries[index]["master"] for index in self._masters.indices})
         betas2 = {index: float(entry["beta2"]) for index, entry in moments.items() if float(entry["beta2"])}
-        self._driver.continue_dense(run, betas2)
-        self._placement.leave()
-        self._masters.write()
+        with self._borrowed():
+            if absent:
+                self._masters.restart()
+            else:
+                self._masters.load({index: entries[index]["master"] for index in self._masters.indices})
+            self._driver.continue_dense(run, betas2)
 
     def _load_plain(self, plain: dict[str, Any]) -> None:
         """Continues from the state of a plain Adam or AdamW."""

@@ -36,7 +36,7 @@ from ocomm.training.notices import DenseNotices, follow_dense
 from ocomm.types import ReduceOp
 from ocomm_torch.backward.hooks import hook_gradient
 from ocomm_torch.backward.late_averages import LateAverages
-from ocomm_torch.backward.passes import Passes, Verdict
+from ocomm_torch.backward.passes import CountsPasses, Passes, Verdict
 from ocomm_torch.backward.watched import add_watcher, release, watch
 from ocomm_torch.compiling import eager
 from ocomm_torch.compression import UNCOMPRESSED, Compressor, has_overflowed
@@ -89,7 +89,7 @@ class _Exchange:
             self._error = error
 
 
-class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
+class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters, CountsPasses):
     """Mixin of ``DistributedOptimizer``, placed before the class of the user's optimizer."""
 
     def _distribute(
@@ -648,13 +648,6 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
         finally:
             self._should_synchronize = True
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
-
-        It says which passes of a step are not its last where their number differs from step to step. Not collective.
-        """
-        return self._passes.held()
-
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the averaged gradients, then makes the wrapped optimizer's step, which changes parameters in place.
@@ -732,15 +725,6 @@ class AveragingOptimizer(loss_scaling.AveragesGradients, NamesParameters):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sums gradients over ``passes`` backward passes before they are averaged over the ranks, from now on."""
         self.backward_passes_per_step = passes
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """The number of backward passes whose gradients are summed before they are averaged over the ranks."""
-        return self._passes.per_step
-
-    @backward_passes_per_step.setter
-    def backward_passes_per_step(self, passes: int) -> None:
-        self._passes.per_step = passes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as the wrapped optimizer does; gradients under way are waited for and forgotten."""

@@ -32,7 +32,7 @@ from ocomm.training.common import Common
 from ocomm.training.driver import Driver
 from ocomm.types import Flag
 from ocomm_torch.backward.hooks import hook_gradient
-from ocomm_torch.backward.passes import Passes, Verdict
+from ocomm_torch.backward.passes import CountsPasses, Passes, Verdict
 from ocomm_torch.backward.watched import add_watcher
 from ocomm_torch.compiling import eager, leave_hooks_alone
 from ocomm_torch.memory.gradients import Gradients
@@ -106,7 +106,7 @@ def optimizer_face(
     return face((core.options_class, Common, MemoryOptions), sections, lacking, **{**ARGUMENTS, **texts})
 
 
-class CompressedOptimizer(HasRankState):
+class CompressedOptimizer(HasRankState, CountsPasses):
     """Base class of compressed optimizers: wraps ``optimizer``, whose param groups stay in use, for ``_core_class``.
 
     Parameters are all CPU tensors, or all on one GPU. They are float32, or bfloat16 or float16 with a float32 master
@@ -368,14 +368,6 @@ class CompressedOptimizer(HasRankState):
         if self._stepper.begun and self._driver.is_decay_coupled and self._stepper.buckets.posted_tensors:
             self._stepper.object(Flag.CHANGED)
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside this context add to gradients, and exchange nothing; the next one outside it does.
-
-        It says which passes of a step are not its last where their number differs from step to step, as
-        DistributedDataParallel's ``no_sync`` does, which needs nothing here. Not collective.
-        """
-        return self._passes.held()
-
     def _unexpected(self, index: int, parameter: torch.Tensor) -> None:
         """Handles more backward passes than expected: of the same step, or of the next one after a step that never
         came.
@@ -494,11 +486,6 @@ class CompressedOptimizer(HasRankState):
             self.outcome = self._driver.skip(overflow)
         finally:
             self._forget()
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """The number of backward passes whose gradients are summed in a step."""
-        return self._passes.per_step
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -626,12 +613,10 @@ class CompressedOptimizer(HasRankState):
             if tensor not in plain["state"]:
                 raise CheckpointError(f"the state_dict is not whole: it has no moments of '{self._names[tensor]}'.")
         self._adopt(plain)
-        self._placement.arrive()
         masters = to_torch(saved.get("masters", {}))
-        self._masters.load({index: masters[self._names[index]] for index in self._masters.indices})
-        self._driver.load_state(saved)
-        self._placement.leave()
-        self._masters.write()
+        with self._borrowed():
+            self._masters.load({index: masters[self._names[index]] for index in self._masters.indices})
+            self._driver.load_state(saved)
 
     def _without_shards(self, state: Any, saved: Mapping[str, Any]) -> Any:
         """Returns a saved state of the wrapped optimizer without the entries of tensors whose moments are elsewhere."""
@@ -679,7 +664,10 @@ class CompressedOptimizer(HasRankState):
         return to_torch(self._driver.rank_state())
 
     @contextlib.contextmanager
-    def _loading_rank_state(self) -> Iterator[None]:
+    def _borrowed(self) -> Iterator[None]:
+        """Lets ocomm write to parameters and masters inside the context: after all that the script has queued and
+        written, and before what it will queue.
+        """
         self._find_parameters()
         self._placement.arrive()
         self._masters.follow()

@@ -390,7 +390,7 @@ class DiLoCo(HasRankState):
         return to_torch(self._driver.rank_state())
 
     @contextlib.contextmanager
-    def _loading_rank_state(self) -> Iterator[None]:
+    def _borrowed(self) -> Iterator[None]:
         self._require_own_parameters("load_rank_state_dict()")
         yield
 

@@ -245,11 +245,11 @@ class HasRankState(CollectiveStep):
             InvalidRequestError: ``state`` is of another type, or this is not a moment for loading.
             MismatchError: The ranks have states of different runs.
         """
-        with self._loading_rank_state():
+        with self._borrowed():
             return self._driver.load_rank_state(rank_source(state, self._driver.core.layout.ranks))
 
     @contextlib.contextmanager
-    def _loading_rank_state(self) -> Iterator[None]:
+    def _borrowed(self) -> Iterator[None]:
         """Prepares parameters for the loading of a rank state, and takes them back afterwards unless that has
         raised.
         """

@@ -49,12 +49,8 @@ class ZeroOneAdam(AdamWrapper):
             NonFiniteError: What the steps have added up overflows on some rank; nothing was changed.
             HorovodInternalError: The exchange failed: MismatchError, StallError or PeerError.
         """
-        self._find_parameters()
-        self._placement.arrive()
-        self._masters.follow()
-        self._driver.finish()
-        self._placement.leave()
-        self._masters.write()
+        with self._borrowed():
+            self._driver.finish()
 
 
 DistributedZeroOneAdam = ZeroOneAdam

@@ -19,7 +19,8 @@ from ocomm import operations  # noqa: E402
 from ocomm.errors import InvalidRequestError, StallError  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.types import Settings  # noqa: E402
-from ocomm_torch import averaging, naming  # noqa: E402
+from ocomm_torch.memory import naming  # noqa: E402
+from ocomm_torch.optimizers import averaging  # noqa: E402
 from ocomm_torch.optimizers.diloco import _check_storage  # noqa: E402
 from tests.worlds import interrupt_soon, run_ranks  # noqa: E402
 
