@@ -176,6 +176,8 @@ def _ability(session: Session, members: tuple[int, ...], memory: Memory) -> tupl
         return None, _Word("OCOMM_NCCL=0")
     if not isinstance(memory, DeviceMemory):
         return None, _Word("its parameters are in the host's memory")
+    if session.other_nccl:
+        return None, _Word(f"{session.other_nccl} uses NCCL in its process, too")
     bridge = session.bridge
     if bridge is not None and not bridge.ended and (bridge.ranks, bridge.device) != (members, memory.device):
         return None, _Word(f"its process has one between ranks {list(bridge.ranks)} on {bridge.device.name} already")

@@ -90,6 +90,9 @@ class Session:
         self._devices = Devices()
         #: Connects this rank's device with those of other ranks of its host; one per process (``nccl_opening``).
         self.bridge: Bridge | None = None
+        #: Who else in this process uses NCCL, in words; "" for nobody. NCCL wants the calls of all its communicators in
+        #: one order, which nobody keeps between such a user and a bridge.
+        self.other_nccl = ""
         #: Held while the bridge is opened.
         self.opening_bridge = threading.Lock()
         #: World ranks of the process sets that all ranks know of, by id; after ``shutdown`` those of the last job.

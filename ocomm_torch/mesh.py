@@ -81,6 +81,14 @@ def init_device_mesh(
     return dist.init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
+def nccl_user(mesh: DeviceMesh, data: str) -> str:
+    """Returns which axis of the mesh, beside ``data``, torch uses NCCL for, in words; "" for none."""
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True):
+        if name != data and size > 1 and "nccl" in str(dist.get_backend_config(mesh.get_group(name))):
+            return f"torch's axis '{name}' of the mesh"
+    return ""
+
+
 class DataAxis(ProcessSet):
     """The ranks that have this rank's part of the model: a process set, and its place in the grid ``mesh``.
 
@@ -111,6 +119,7 @@ class DataAxis(ProcessSet):
         for members in (*parts, *replicas):
             if tuple(members) not in session.set_ranks.values():
                 session.registry.add(members)
+        session.other_nccl = session.other_nccl or nccl_user(mesh, data)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the coordinates of a rank by axis."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ocomm.telemetry.timeline import path_of, read
 from ocomm.transport import nccl
 from ocomm.types import Settings
 from ocomm_torch import mpi_ops
+from ocomm_torch.mesh import nccl_user
 from ocomm_torch.mpi_ops import TorchAdapter
 from ocomm_torch.optimizers import compressed
 from tests.fake_device import FakeDevice
@@ -361,6 +363,21 @@ def test_where_there_is_no_nccl_sums_go_through_the_hosts_memory(
     assert all(communicator.aborted for communicator in library.communicators)
     if why != "OCOMM_NCCL=0" and (not MPI_SIZE or caplog.text):
         assert "dense sums of tensors on GPUs go through the host's memory" in caplog.text and why in caplog.text
+
+
+def test_beside_an_axis_of_a_mesh_that_uses_nccl_there_is_no_bridge(on_devices: Any, monkeypatch: Any) -> None:
+    on_devices(range(2), FakeNccl())
+    mesh = SimpleNamespace(mesh_dim_names=("dp", "pp", "fsdp"), mesh=torch.zeros(2, 1, 2), get_group=lambda name: name)
+    configs = {"fsdp": "cpu:gloo,cuda:nccl"}
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: configs.get(group, "cpu:gloo"))
+    assert not nccl_user(mesh, "fsdp")
+
+    def body(session: Session) -> str:
+        session.other_nccl = nccl_user(mesh, "dp") if rank_of(session) else ""
+        assert not opened(session)
+        return session.member_set(0).unbridged
+
+    assert all("rank 1: torch's axis 'fsdp' of the mesh uses NCCL" in why for why in run_ranks(2, body))
 
 
 def test_who_insists_on_nccl_is_refused_without(on_devices: Any) -> None:
