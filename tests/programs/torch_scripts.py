@@ -148,7 +148,8 @@ class Model:
         elif event.how == "numpy" and p.dtype is torch.float32:
             p.detach().numpy()[...] = values.numpy()
         else:
-            p.data = values.to(p.dtype, copy=True)
+            # In the same layout: Torch's fused optimizers add a gradient of another one to the wrong elements.
+            p.data = torch.empty_like(p).copy_(values)
 
     def freeze(self, event: Freeze) -> None:
         self.p[event.at].requires_grad_(event.thaw)
