@@ -78,8 +78,8 @@ def dispatch(loops: ModuleType) -> str:
 
 
 def _cut(loops: ModuleType) -> list[Any]:
-    """Returns the loops that are cut into pieces, of some blocks or some elements, for the pool's threads."""
-    kinds = ("Blocks", "Sized", "SizedOut")
+    """Returns the loops that are cut into pieces, of some blocks, pieces or elements, for the pool's threads."""
+    kinds = ("Blocks", "Pieces", "Sized", "SizedOut")
     return [loop for loop in loops.IN_C if loop.name not in _WHOLE and any(loop.has(kind) for kind in kinds)]
 
 
@@ -105,7 +105,8 @@ def cut_loops(loops: ModuleType) -> str:
     fields, lines = _fields(loops), []
     for loop in _cut(loops):
         given = [f".{name} = {'' if of == fields[name] else f'({fields[name]})'}{name}" for of, name in loop.c]
-        run = f"{'on_blocks' if loop.has('Blocks') else 'on_elements'}(pool, active->{loop.name}, &args)"
+        items = "blocks" if loop.has("Blocks") else "pieces" if loop.has("Pieces") else "elements"
+        run = f"on_{items}(pool, active->{loop.name}, &args)"
         lines += [
             f"{_prototype(loops, loop)} {{",
             f"    const call args = {{{', '.join(given)}}};",

@@ -145,6 +145,10 @@ int main(void) {
     double sums[3];
     ocomm_squares(addresses, numels, 3, sums);
     print("squares", 1, sums, sizeof sums);
+    const ocomm_piece pieces[] = {{addresses[0], 3, numels[0] - 3, 0}, {addresses[2], 0, numels[2], 0}};
+    float floats[2];
+    ocomm_sum_floats(NULL, pieces, 2, floats);
+    print("sum_floats", 1, floats, sizeof floats);
     static double buckets[1024];
     ocomm_sketch(addresses, numels, 3, 7, buckets);
     print("sketch", 1, buckets, sizeof buckets);

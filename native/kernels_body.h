@@ -649,6 +649,40 @@ TARGET static void FN(sketch)(const float *x, int64_t numel, uint64_t key, float
     }
 }
 
+/* Adds elements j to j + LANES of a piece, as far as it has them, to its lanes. */
+INLINE void FN(add_lanes)(const ocomm_piece *piece, int64_t j, float *lanes) {
+    const float *x = (const float *)(uintptr_t)piece->address + piece->first + j;
+    if (j + LANES > piece->count) {
+        for (int i = 0; j + i < piece->count; i++) lanes[i] += x[i];
+        return;
+    }
+    for (int i = 0; i < LANES; i += ROW) {
+        prefetch_row(x, i + AHEAD(ABREAST));
+        UNROLL for (int v = i; v < i + ROW; v += WIDTH) *(VU *)(lanes + v) += *(const VU *)(x + v);
+    }
+}
+
+TARGET static int FN(sum_floats)(const void *of, int64_t first, int64_t count) {
+    const call *args = of;
+    for (int64_t k = first; k < first + count; k += ABREAST) {
+        const ocomm_piece *pieces = args->pieces + k;
+        const int abreast = first + count - k < ABREAST ? (int)(first + count - k) : ABREAST;
+        float lanes[ABREAST][LANES] = {{0}};
+        int64_t most = 0;
+        for (int p = 0; p < abreast; p++) most = pieces[p].count > most ? pieces[p].count : most;
+        for (int64_t j = 0; j < most; j += LANES) {
+            for (int p = 0; p < abreast; p++) FN(add_lanes)(pieces + p, j, lanes[p]);
+        }
+        for (int p = 0; p < abreast; p++) {
+            for (int width = LANES / 2; width; width /= 2) {
+                for (int i = 0; i < width; i++) lanes[p][i] += lanes[p][i + width];
+            }
+            args->sums[k + p] = lanes[p][0];
+        }
+    }
+    return 1;
+}
+
 /* y += factor * x: also the benchmarks' measure of what the memory gives. */
 TARGET static int FN(axpy)(const void *of, int64_t first, int64_t count) {
     const call *args = of;
@@ -691,7 +725,8 @@ TARGET static int FN(triad)(const void *of, int64_t first, int64_t count) {
 #ifndef WITHOUT
 static const loops FN(loops) = {
     FN(name),   FN(compress), FN(compress_momentum), FN(compress_update), FN(average), FN(unpack),
-    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(sketch), FN(axpy), FN(triad),
+    FN(apply),  FN(local_step), FN(apply_update), FN(finite), FN(squares), FN(sketch), FN(sum_floats),
+    FN(axpy), FN(triad),
     FN(compress_quantized), FN(average_quantized), FN(apply_signs), FN(soft_sign), FN(compress_signs),
     FN(adam_update), FN(lamb_update), FN(compress_codes), FN(average_codes), FN(unpack_codes), FN(adam_step),
 };

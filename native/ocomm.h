@@ -54,6 +54,12 @@ typedef struct {
     int64_t start, position, length, tensor;
 } ocomm_run;
 
+/* A part of the memory at an address: `count` whole elements from element `first` on. */
+typedef struct {
+    uint64_t address;
+    int64_t first, count, also;
+} ocomm_piece;
+
 /* Threads that help with large loops. They sleep until one comes; a second loop at the same time is run by its caller.
  * A result has the same bits with every number of threads, because blocks do not depend on each other. */
 typedef struct ocomm_pool ocomm_pool;

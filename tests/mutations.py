@@ -86,6 +86,13 @@ MUTATIONS = [
         "contract/test_kernels.py",
     ),
     Mutation(
+        "C: a sum of floats leaves out what fills no row of lanes",
+        "native/kernels_body.h",
+        "for (int i = 0; j + i < piece->count; i++) lanes[i] += x[i];",
+        ";",
+        "contract/test_kernels.py",
+    ),
+    Mutation(
         "clipping: the hashes of a sketch are those of every step",
         "ocomm/training/driver.py",
         "self.core.sketch_seed = self.steps + 1",

@@ -78,9 +78,29 @@ PIECE = np.dtype([("address", np.uint64), ("first", np.int64), ("count", np.int6
 Floats = NDArray[np.float32]
 Table = NDArray[np.void]
 
-
 #: Buckets of a sketch, and elements whose sums in buckets are float32.
 SKETCH, SKETCHED = 1024, 1 << 17
+
+#: Number of elements whose sum is float32: a device sends 4 bytes for them.
+SUMMED = 1 << 18
+
+
+def pieces_of(
+    addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64], numel: int
+) -> tuple[Table, NDArray[np.int64]]:
+    """Returns a PIECE table of the memory at the addresses, cut into ``numel`` elements, and the address that each row
+    belongs to.
+    """
+    there = np.flatnonzero((addresses != 0) & ((counts > 0) | (tails > 0)))
+    shares = np.maximum(-(-counts[there] // numel), 1)
+    of = np.repeat(there, shares)
+    number = np.arange(of.size) - np.repeat(np.cumsum(shares) - shares, shares)
+    pieces = np.zeros(of.size, PIECE)
+    pieces["address"], pieces["first"] = addresses[of], number * numel
+    pieces["count"] = np.minimum(counts[of] - pieces["first"], numel)
+    pieces["also"] = np.where(number == np.repeat(shares, shares) - 1, tails[of], 0)
+    return pieces, of
+
 
 ALIGNMENT = 64  # bytes; AVX-512 and users of DLPack need it
 
@@ -229,6 +249,15 @@ class Kernels(Loops, Protocol):
         of 0.
 
         It is computed in float64: lane k of 32 adds elements k, k + 32, ...; then lanes are folded by halves.
+        """
+        ...
+
+    def sums(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the sum of each float32 buffer at ``addresses``, as a new float64 array; 0 for an address of 0. Every
+        set of kernels returns the same bits.
+
+        SUMMED elements at a time are added in float32, as ``Loops.sum_floats`` says, and their sums in float64, one
+        after the other.
         """
         ...
 

@@ -111,7 +111,7 @@ class CudaKernels:
     A method that returns a bool waits for the stream, unless there is a ``status``, an int32 on the device. Then the
     returned value means nothing, and ``status`` becomes nonzero if something was not finite.
 
-    ``checksum``, ``checksums`` and ``squares`` are made from ``sum_words`` and ``sum_squares`` by ``DeviceKernels``.
+    ``checksums``, ``squares``, ``sums`` and ``sketch`` are made from the loops ``sum_...`` by ``DeviceKernels``.
     """
 
     name = "cuda"

@@ -1506,6 +1506,27 @@ def sum_squares(pieces: int, sums: int) -> None:
 
 
 @kernel
+def sum_floats(pieces: int, sums: int) -> None:
+    partial = cuda.shared.array(0, types.float32)
+    piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
+    count = load_long(piece + _COUNT)
+    start = load_long(piece + _ADDRESS) + 4 * load_long(piece + _FIRST)
+    t = _thread()
+    total = _ZERO
+    for k in range(t, count, THREADS):
+        total = total + load_float(start + 4 * k)
+    partial[t] = total
+    width = THREADS // 2
+    while width > 0:
+        cuda.syncthreads()
+        if t < width:
+            partial[t] = partial[t] + partial[t + width]
+        width //= 2
+    if t == 0:
+        store_float(sums + 4 * cuda.blockIdx.x, partial[0])
+
+
+@kernel
 def sum_buckets(pieces: int, sums: int) -> None:
     hashes, parts = cuda.shared.array(0, types.int64), cuda.shared.array(0, types.float32)
     piece = pieces + _PIECE_NBYTES * cuda.blockIdx.x
@@ -1542,6 +1563,6 @@ KERNELS: dict[str, Any] = {
         compress, compress_momentum, compress_update, average, unpack, apply, local_step, apply_update, finite,
         compress_quantized, average_quantized, compress_signs, apply_signs, soft_sign, compress_codes, average_codes,
         unpack_codes, descend, adam_step, gather, scatter, reduce, reduce_low, reduce_double, reduce_whole, sum_words,
-        sum_squares, sum_buckets,
+        sum_squares, sum_floats, sum_buckets,
     )
 }  # fmt: skip

@@ -24,7 +24,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
-from ocomm.kernels.base import PIECE, SKETCH, SKETCHED, WHOLE, Bytes, Floats, Kernels, Table, sparse_bytes
+from ocomm.kernels.base import (
+    PIECE,
+    SKETCH,
+    SKETCHED,
+    SUMMED,
+    WHOLE,
+    Bytes,
+    Floats,
+    Kernels,
+    Table,
+    pieces_of,
+    sparse_bytes,
+)
 from ocomm.kernels.loops import KINDS, LOOPS, ArgumentKind
 from ocomm.kernels.reference import CHECKSUM_SPREAD, sketch_keys
 from ocomm.types import DType, ReduceOp
@@ -37,8 +49,9 @@ _WINDOW_NBYTES = 1 << 22
 _SPARES, _SPARE_NBYTES = 32, 1 << 20
 #: Number of sums over memory whose tables are kept.
 _SUMS = 16
-#: Number of elements that one thread block adds in a sum over memory.
-_PIECE_NUMEL = 1 << 16
+#: Cut memory for thread blocks, each of which adds so many elements.
+_cut = functools.partial(pieces_of, numel=1 << 16)
+_cut_for_sums = functools.partial(pieces_of, numel=SUMMED)
 
 
 class Event(Protocol):
@@ -599,14 +612,28 @@ class DeviceKernels:
 
     def squares(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns sums of squares, added in another order than on the host. Waits."""
+        return self._sums_of("sum_squares", addresses, numels, np.float64, _cut)
 
-        def complete(of: NDArray[np.int64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+    def sums(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the same numbers as on the host, for memory of the device. Waits."""
+        return self._sums_of("sum_floats", addresses, numels, np.float32, _cut_for_sums)
+
+    def _sums_of(
+        self,
+        loop: str,
+        addresses: NDArray[np.uint64],
+        numels: NDArray[np.int64],
+        dtype: Any,
+        cut: Callable[..., tuple[Table, Any]],
+    ) -> NDArray[np.float64]:
+        """Returns the sum that a loop, whose sums are ``dtype``, computes of each buffer. Waits."""
+
+        def complete(of: NDArray[np.int64], found: NDArray[Any]) -> NDArray[np.float64]:
             sums = np.zeros(addresses.size)
             np.add.at(sums, of, found)
             return sums
 
-        no_tails = np.zeros_like(numels)
-        return self._begin_sums("sum_squares", addresses, numels, no_tails, np.float64, complete).result()
+        return self._begin_sums(loop, addresses, numels, np.zeros_like(numels), dtype, complete, cut).result()
 
     def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
         """Returns the same numbers as on the host, for memory of the device. Waits."""
@@ -625,7 +652,7 @@ class DeviceKernels:
         also: NDArray[np.int64],
         dtype: Any,
         complete: Callable[[Any, Any], Any],
-        cut: Callable[..., tuple[Table, Any]] | None = None,
+        cut: Callable[..., tuple[Table, Any]] = _cut,
         width: int = 1,
     ) -> Later:
         """Queues sums over memory, ``width`` for each piece that ``cut`` makes. ``complete`` makes the result of the
@@ -636,7 +663,7 @@ class DeviceKernels:
         with self._asking, memory.lock:
             known, of, table, sums, queue = self._sums.get(key, (b"", np.zeros(0, np.int64), None, None, None))
             if known != given:
-                pieces, of = (cut or _cut)(addresses, counts, also)
+                pieces, of = cut(addresses, counts, also)
                 if table is None or table.size != pieces.size:
                     if len(self._sums) == _SUMS:
                         self._sums.clear()
@@ -681,26 +708,9 @@ class Later:
         self._event = None
 
 
-def _cut(
-    addresses: NDArray[np.uint64], counts: NDArray[np.int64], tails: NDArray[np.int64], numel: int = _PIECE_NUMEL
-) -> tuple[Table, Any]:
-    """Returns a PIECE table of the memory at the addresses, cut for many thread blocks into ``numel`` elements, and the
-    address that each row belongs to.
-    """
-    there = np.flatnonzero((addresses != 0) & ((counts > 0) | (tails > 0)))
-    shares = np.maximum(-(-counts[there] // numel), 1)
-    of = np.repeat(there, shares)
-    number = np.arange(of.size) - np.repeat(np.cumsum(shares) - shares, shares)
-    pieces = np.zeros(of.size, PIECE)
-    pieces["address"], pieces["first"] = addresses[of], number * numel
-    pieces["count"] = np.minimum(counts[of] - pieces["first"], numel)
-    pieces["also"] = np.where(number == np.repeat(shares, shares) - 1, tails[of], 0)
-    return pieces, of
-
-
 def _chunks(addresses: NDArray[np.uint64], counts: NDArray[np.int64], seeds: NDArray[np.int64]) -> tuple[Table, Any]:
     """Returns a PIECE table of the chunks of a sketch, and the address that each row belongs to."""
-    pieces, of = _cut(addresses, counts, np.zeros_like(counts), SKETCHED)
+    pieces, of = pieces_of(addresses, counts, np.zeros_like(counts), SKETCHED)
     pieces["also"] = sketch_keys(seeds[of], of, pieces["first"])
     return pieces, of
 

@@ -472,7 +472,13 @@ class Loops(Protocol):
         """
         ...
 
-    # Sums over memory of devices, for ``Kernels.checksums``, ``Kernels.squares`` and ``Kernels.sketch`` there.
+    # Sums over memory, for ``Kernels.sums``, and on devices for ``Kernels.checksums``, ``squares`` and ``sketch``.
+
+    def sum_floats(self, pieces: Pieces, sums: Sums) -> None:
+        """Computes the sum of each piece: lane k of 256 adds elements k, k + 256, ...; then lanes are folded by
+        halves.
+        """
+        ...
 
     def sum_words(self, pieces: Pieces, sums: Sums) -> None:
         """Computes what each piece adds to a full ``checksum``; elements are words of 8 bytes."""
@@ -547,7 +553,7 @@ _BYTES, _BYTES_OUT = (("const uint8_t *", "{}"),), (("uint8_t *", "{}"),)
 KINDS = {
     "Blocks": ArgumentKind((("const ocomm_block *", "{}"), ("int64_t", "count")), "rows", "table"),
     "Runs": ArgumentKind((("const ocomm_run *", "{}"), ("int64_t", "count")), "rows", "table", "cut"),
-    "Pieces": ArgumentKind((), "array"),
+    "Pieces": ArgumentKind((("const ocomm_piece *", "{}"), ("int64_t", "count")), "rows"),
     "Tensors": ArgumentKind((("const ocomm_tensor *", "{}"),), "array", "rows"),
     "Noise": ArgumentKind((("const ocomm_noise *", "{}"),), "array", "itself"),
     "Floats": ArgumentKind(_READ, "array"),
@@ -567,7 +573,7 @@ KINDS = {
     "Codes": ArgumentKind(_BYTES, "array", staged="missing", by="Blocks"),
     "CodesOut": ArgumentKind(_BYTES_OUT, "array", staged="written", by="Blocks"),
     "BufferOut": ArgumentKind((*_BYTES_OUT, ("int64_t", "nbytes")), "rows", staged="written"),
-    "Sums": ArgumentKind((), "array"),
+    "Sums": ArgumentKind((("float *", "{}"),), "array"),
     "Float32": ArgumentKind((("float", "{}"),), "number", "itself"),
     "Float64": ArgumentKind((("double", "{}"),), "number", "itself"),
     "Int64": ArgumentKind((("int64_t", "{}"),), "number", "itself"),
@@ -660,12 +666,10 @@ def _declaration(name: str, method: Any, code: int) -> Declaration:
         where = f"loop {name!r}, argument {parameter.name!r}"
         if kind not in KINDS or none not in ("", "None"):
             raise TypeError(f"{where}: no kind {parameter.annotation!r}; there are {', '.join(KINDS)}, and X | None")
-        if none and (KINDS[kind].form != "array" or not KINDS[kind].c):
+        if none and KINDS[kind].form != "array":
             raise TypeError(f"{where}: {kind} cannot be None")
         if parameter.kind != parameter.POSITIONAL_OR_KEYWORD or parameter.default is not parameter.empty:
             raise TypeError(f"{where}: every call gives every argument, in this order; no defaults, no stars")
-        if code >= 0 and not KINDS[kind].c:
-            raise TypeError(f"{where}: C has no {kind}; name the loop in NOT_IN_C")
         arguments.append(Argument(parameter.name, kind, bool(none)))
     if signature.return_annotation not in ANSWERS:
         raise TypeError(f"loop {name!r} answers {signature.return_annotation!r}; it may be {', '.join(ANSWERS)}")

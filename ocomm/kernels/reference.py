@@ -20,10 +20,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ocomm.kernels.base import GROUP, HOST, LEAST, PARTS, SKETCH, SKETCHED, WHOLE, Bytes, Floats, Table
+from ocomm.kernels.base import (
+    GROUP,
+    HOST,
+    LEAST,
+    PARTS,
+    SKETCH,
+    SKETCHED,
+    SUMMED,
+    WHOLE,
+    Bytes,
+    Floats,
+    Table,
+    pieces_of,
+)
 from ocomm.types import DType, ReduceOp
 
-LANES = 32
+LANES, SUM_LANES = 32, 256
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -502,6 +515,12 @@ class ReferenceKernels:
             values = _memory(address + 4 * first, 4 * count).view(np.float32).astype(np.float64)
             sums[k] = (values * values).sum()
 
+    def sum_floats(self, pieces: Table, sums: Floats) -> None:
+        """Computes the sum of each row of a PIECE table; elements are float32."""
+        for k, (address, first, count, _) in enumerate(pieces.tolist()):
+            with np.errstate(all="ignore"):
+                sums[k] = _lane_sum(_memory(address + 4 * first, 4 * count).view(np.float32), SUM_LANES)
+
     def sum_buckets(self, pieces: Table, sums: Floats) -> None:
         """Computes the sums of each row of a PIECE table, SKETCH of them."""
         for k, (address, first, count, key) in enumerate(pieces.tolist()):
@@ -533,6 +552,14 @@ class ReferenceKernels:
                 for half in (16, 8, 4, 2, 1):
                     total = total[:half] + total[half : 2 * half]
                 sums[i] = total[0]
+        return sums
+
+    def sums(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns the sum of each buffer."""
+        pieces, of = pieces_of(addresses, numels, np.zeros_like(numels), SUMMED)
+        found, sums = np.zeros(pieces.size, np.float32), np.zeros(addresses.size)
+        self.sum_floats(pieces, found)
+        np.add.at(sums, of, found)
         return sums
 
     def sketch(self, addresses: NDArray[np.uint64], numels: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
@@ -665,15 +692,15 @@ def _decayed_gradient(tensor: np.void, block: np.void) -> Floats:
     return gradient
 
 
-def _lane_sum(parts: Floats) -> np.float32:
-    """Returns the sum of parts: lane k of 32 adds parts k, k + 32, ...; then the lanes are folded by halves."""
-    padded = np.zeros(-(-len(parts) // LANES) * LANES, np.float32)
+def _lane_sum(parts: Floats, width: int = LANES) -> np.float32:
+    """Returns the sum of parts: lane k of 32, say, adds parts k, k + 32, ...; then the lanes are folded by halves."""
+    padded = np.zeros(-(-len(parts) // width) * width, np.float32)
     padded[: len(parts)] = parts
-    lanes = np.zeros(LANES, np.float32)
-    for row in padded.reshape(-1, LANES):
+    lanes = np.zeros(width, np.float32)
+    for row in padded.reshape(-1, width):
         lanes = lanes + row
-    for half in (16, 8, 4, 2, 1):
-        lanes = lanes[:half] + lanes[half : 2 * half]
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
     return np.float32(lanes[0])
 
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocomm.kernels import NOISE, TENSOR, Kernels, reference
-from ocomm.kernels.base import RUN
+from ocomm.kernels.base import RUN, SUMMED
 from ocomm.kernels.device import REDUCTIONS, DeviceArray, DeviceKernels
 from ocomm.types import DType, ReduceOp
 from tests.contract import test_kernels as adam
@@ -614,6 +614,15 @@ class TestDenseValues:
         expected = reference.squares(table_of("grad", tensors)["grad"], numels)
         np.testing.assert_allclose(got, expected, rtol=1e-12)
 
+    def test_sums_are_those_of_the_host(self, kernels: Any) -> None:
+        values = np.random.default_rng(5).random(SUMMED + 300, np.float32)
+        tensors = [np.zeros(0, np.float32), *self.values(), values[1:]]
+        on_device = [loaned(kernels, t) for t in tensors]
+        numels = np.array([t.size for t in tensors])
+        got = kernels.sums(table_of("grad", on_device)["grad"], numels)
+        assert np.array_equal(got, reference.sums(table_of("grad", tensors)["grad"], numels))
+        assert kernels.sums(np.zeros(2, np.uint64), np.array([5, 0])).tolist() == [0, 0]
+
     def test_sketches_are_those_of_the_host(self, kernels: Any) -> None:
         tensors = [np.zeros(0, np.float32), *self.values()]
         on_device = [loaned(kernels, t) for t in tensors]
@@ -661,6 +670,7 @@ WITHOUT_TIMES = {
     "reduce",
     "sum_words",
     "sum_squares",
+    "sum_floats",
     "sum_buckets",
     *REDUCTIONS,
 }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ocomm.kernels import BLOCK, NOISE, TENSOR, Kernels, cpu_kernels, reference
-from ocomm.kernels.base import PARTS, SKETCH, SKETCHED, WHOLE, aligned_zeros
+from ocomm.kernels.base import PARTS, PIECE, SKETCH, SKETCHED, SUMMED, WHOLE, aligned_zeros
 from ocomm.types import DType, ReduceOp
 from tests.contract.conftest import PATHS
 
@@ -940,6 +940,37 @@ class TestSquares:
         assert not np.isfinite(kernels.squares(np.array([array.ctypes.data], np.uint64), np.array([100]))[0])
 
 
+class TestSums:
+    def test_it_equals_the_reference_and_the_sum(self, cpu: Kernels) -> None:
+        rng = np.random.default_rng(1)
+        arrays = [rng.random(n, np.float32) * np.float32(10.0**-k) for k, n in enumerate((*SQUARED, 255, 256, 257))]
+        arrays += [rng.random(2 * SUMMED + extra, np.float32)[1:] for extra in (0, 1, 2, 300)]
+        addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
+        addresses[3] = 0
+        numels = np.array([array.size for array in arrays])
+        found = cpu.sums(addresses, numels)
+        assert np.array_equal(found, reference.sums(addresses, numels))
+        exact = [0.0 if k == 3 else float(a.sum(dtype=np.float64)) for k, a in enumerate(arrays)]
+        assert np.allclose(found, exact, rtol=1e-6, atol=0)
+
+    def test_its_order_is_the_documented_one(self, kernels: Kernels) -> None:
+        array = np.random.default_rng(2).normal(size=SUMMED + 5).astype(np.float32)
+        lanes = np.zeros(256, np.float32)
+        for row in array[:SUMMED].reshape(-1, 256):
+            lanes += row
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        (a, b, c, d, e) = array[SUMMED:]
+        expected = float(lanes[0]) + float(((a + e) + c) + (b + d))
+        assert kernels.sums(np.array([array.ctypes.data], np.uint64), np.array([array.size])).tolist() == [expected]
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_what_is_not_finite_shows(self, kernels: Kernels, bad: float) -> None:
+        array = np.ones(1000, np.float32)
+        array[777] = bad
+        assert not np.isfinite(kernels.sums(np.array([array.ctypes.data], np.uint64), np.array([1000]))[0])
+
+
 class TestSketch:
     @pytest.mark.parametrize("seed", [1, 5])
     def test_it_equals_the_reference(self, cpu: Kernels, seed: int) -> None:
@@ -983,7 +1014,8 @@ def test_an_unknown_path_is_refused_and_changes_nothing() -> None:
 
 
 def test_the_tables_have_the_layout_of_the_c_structs() -> None:
-    for dtype, struct in ((BLOCK, "ocomm_block"), (TENSOR, "ocomm_tensor"), (NOISE, "ocomm_noise")):
+    structs = {"ocomm_block": BLOCK, "ocomm_tensor": TENSOR, "ocomm_noise": NOISE, "ocomm_piece": PIECE}
+    for struct, dtype in structs.items():
         assert dtype.itemsize == native.ffi.sizeof(struct)
         for name in dtype.names or ():
             assert dtype.fields[name][1] == native.ffi.offsetof(struct, name)

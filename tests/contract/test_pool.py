@@ -18,7 +18,7 @@ from ocomm.collectives.native_engine import NativeEngine
 from ocomm.collectives.plan import Copy, Plan, Stage, loop
 from ocomm.errors import InvalidRequestError, SettingsError
 from ocomm.kernels import TENSOR, Kernels, cpu_kernels
-from ocomm.kernels.base import RUN
+from ocomm.kernels.base import RUN, SUMMED
 from ocomm.kernels.cpu import GRAIN, CpuKernels, Pool
 from ocomm.session import Session
 from ocomm.transport.local import Fabric
@@ -92,6 +92,13 @@ class TestTheSameBits:
                 kernels.reduce(dtype, op, [sources[0], out, sources[2]], 1.0, postscale, out)
                 found.append(out.tobytes())
             assert found[0] == found[1]
+
+    def test_in_sums(self, pools: dict[int, Pool]) -> None:
+        values = np.random.default_rng(3).random(3 * SUMMED + 77, np.float32)
+        addresses = np.array([values.ctypes.data, 0, values.ctypes.data + 4], np.uint64)
+        numels = np.array([values.size, 5, SUMMED + 1])
+        alone = cpu_kernels().sums(addresses, numels)
+        assert all(np.array_equal(CpuKernels(pool).sums(addresses, numels), alone) for pool in pools.values())
 
     def test_in_what_the_engine_copies(self, pools: dict[int, Pool]) -> None:
         engine = NativeEngine(pool=pools[3])

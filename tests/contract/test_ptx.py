@@ -35,7 +35,7 @@ LOW = {
 #: Kernels that read or write no floats but one way, and those that go through memory of any alignment once in a while,
 #: or through elements of other sizes.
 ONLY_WRITE, ONLY_READ = {"unpack", "unpack_codes"}, {"finite"}
-RARE = {"sum_words", "sum_squares", "sum_buckets", "reduce_low", "reduce_double", "reduce_whole"}
+RARE = {"sum_words", "sum_squares", "sum_floats", "sum_buckets", "reduce_low", "reduce_double", "reduce_whole"}
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import ocomm
 from ocomm import nccl_opening
 from ocomm import session as sessions
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
+from ocomm.kernels.base import SUMMED, pieces_of
 from ocomm.kernels.device import DeviceMemory, device_kernels
 from ocomm.operations import ProcessSet
 from ocomm.session import Session
@@ -31,7 +33,7 @@ from tests.fake_device import FakeDevice
 from tests.fake_nccl import FakeNccl
 from tests.frontends.every_kind import KINDS, whole_state
 from tests.frontends.fake_placement import FakePlacement
-from tests.frontends.onebit_jobs import backward, digest, gradients, initial
+from tests.frontends.onebit_jobs import SHAPES, backward, digest, gradients, initial
 from tests.tiers import few
 from tests.worlds import MPI_SIZE, run_ranks
 
@@ -545,6 +547,49 @@ def test_a_compressed_step_never_waits_for_the_device_and_has_three_launches_a_s
         assert waits == 0
         assert launches <= 3 * segments
         assert downloaded == downloads * segments
+
+
+def test_an_automatic_freeze_is_that_of_the_host_and_a_step_that_observes_waits_once(on_devices: Any) -> None:
+    def body(session: Session) -> tuple[list[tuple[int, int, int]], int, tuple[list[str], str]]:
+        rank, seen, frozen = rank_of(session), [], 0
+
+        def watch(optimizer: Any, step: int) -> None:
+            nonlocal frozen
+            frozen = optimizer.compression_report()["freeze_step"]
+            if rank in devices:
+                log = devices[rank].log
+                sums = sum(what == "sum_floats" for verb, what, _ in log if verb == "launch")
+                downloaded = sum(int(what) for verb, what, _ in log if verb == "download")
+                seen.append((optimizer._driver.core.param_memory.waits, sums, downloaded))
+
+        def grads(step: int, rank: int) -> list[np.ndarray | None]:
+            return gradients(step % 3, rank)
+
+        options = {"freeze_step": "auto", "inner": {"betas": (0.9, 0.9)}}
+        result = trained("1-bit Adam, dense", rank, 30, watch=watch, grads=grads, **options)
+        return seen, frozen, result
+
+    devices: Devices = {}
+    expected = run_ranks(2, body)
+    assert all(20 < frozen < 30 for _, frozen, _ in expected)
+    devices |= on_devices([0, 1])
+    for (seen, *found), (_, *of_host) in zip(run_ranks(2, body), expected, strict=True):
+        assert found == of_host
+        steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen)]
+        alone, observing = steps[4:9], steps[9 : found[0] - 2]  # of steps 6 to 10, and from step 11 on
+        assert {step[:2] for step in alone} == {(0, 0)}
+        assert {(waits <= 1, sums) for waits, sums, _ in observing} == {(True, 1)}  # the device may be faster
+        assert {nbytes - alone[0][2] for _, _, nbytes in observing} == {4 * len(SHAPES)}
+
+
+@pytest.mark.parametrize("layers, width", [(12, 768), (24, 2048)], ids=["GPT-2 small", "1.3 G"])
+def test_sums_of_a_large_model_are_few_bytes(layers: int, width: int) -> None:
+    block = [width, width, 3 * width * width, 3 * width, width * width, width]
+    block += [width, width, 4 * width * width, 4 * width, 4 * width * width, width]
+    numels = np.array([50257 * width, 1024 * width, *layers * block, width, width])
+    pieces, _ = pieces_of(np.arange(1, 1 + numels.size, dtype=np.uint64), numels, np.zeros_like(numels), SUMMED)
+    assert pieces["count"].sum() == numels.sum() > 124e6
+    assert 4 * pieces.size <= 65536
 
 
 @pytest.mark.parametrize("kind", ["1-bit Adam, dense", "SoftSignSGD"])
