@@ -49,22 +49,26 @@ class FreezeSchedule:
     """Chooses T_w, the last dense step, counted from 1.
 
     ``freeze_step`` is T_w itself, or ``"auto"``. With ``"auto"`` all of these must hold after step t, with r =
-    |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and Delta = round(1 / (1 - beta2)): min(r, 1/r) >= 0.96, t > 2 Delta, and no
+    |v_hat_t|_1 / |v_hat_{t-Delta}|_1 and Delta = 1 / (1 - beta2): min(r, 1/r) >= 0.96, t > 2 Delta, and no
     group's learning rate has risen during the last Delta steps. v_hat is bias-corrected, because a raw v that grows
     from zero would pass a one-sided test at once. With ``total_steps``, ``"auto"`` means a fifth of them at the latest,
     and at least 2. Raises SettingsError for anything else.
 
-    A norm is a pass over all of v. So norms are computed at most a hundred times per Delta, when ``needs_norm`` says
-    so, and not before step Delta.
+    A norm is a pass over all of v. So after step Delta one step in ``stride`` computes it, at most a hundred per Delta:
+    every 10th for beta2 = 0.999, every one for 0.95, whose Delta is 20. Delta is rounded to a multiple of ``stride``,
+    so that a step with a norm can be compared with the one Delta earlier. Only such a step can find v stable; the limit
+    of ``total_steps``, which needs no norm, may come in any.
     """
 
     def __init__(self, freeze_step: int | Literal["auto"], beta2: float, total_steps: int | None = None) -> None:
         if not 0.0 <= beta2 < 1.0:
             raise SettingsError(f"beta2 must be in [0, 1), got {beta2}")
         self.freeze_step = whole_freeze_step(freeze_step)
-        self.window = round(1.0 / (1.0 - beta2))
-        #: Number of steps between two norms; Delta is a multiple of it.
-        self.stride = max(s for s in range(1, max(self.window // 100, 1) + 1) if self.window % s == 0)
+        delta = round(1.0 / (1.0 - beta2))
+        #: Number of steps between two norms.
+        self.stride = math.ceil(delta / 100)
+        #: Delta in steps.
+        self.window = self.stride * round(delta / self.stride)
         self.decided: int | None = None if self.freeze_step == "auto" else self.freeze_step
         #: The latest T_w of ``"auto"``; None without a limit.
         self.latest = None if total_steps is None else max(int(total_steps * LATEST_FREEZE), 2)
