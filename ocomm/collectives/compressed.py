@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ocomm.collectives.phases import NodeStaging, Staging, collect, flat_stages, node_stages, share
-from ocomm.collectives.plan import Computation, Copy, Message, Plan, Stage, header_nbytes, loop
+from ocomm.collectives.plan import Computation, Copy, Message, Plan, Stage, loop
 from ocomm.collectives.routes import after
 from ocomm.collectives.scratch import aligned
 from ocomm.collectives.segment_header import SegmentHeader
-from ocomm.compression.layout import SegmentLayout, float_messages
+from ocomm.compression.layout import MessageLayout, SegmentLayout, float_messages
 from ocomm.compression.wire import RUN
 from ocomm.kernels.base import HOST, Bytes, Kernels, Memory, Table
 from ocomm.types import DType, Nodes, ReduceOp
@@ -130,27 +130,24 @@ def _sums(node: NodeStaging, header: int, weight: float) -> list[Computation]:
     return [node.sum(header, own.nbytes, weight, own)] if own.nbytes else []
 
 
-def dense_segment(
-    rank: int,
-    nodes: Nodes,
-    segment_header: SegmentHeader,
-    gradients: Table,
-    averages: Table,
-    runs: Table,
-    memory: Memory = HOST,
-) -> tuple[list[Stage], list[Bytes]]:
-    """Returns the stages of a float32 average of runs of gradients, with headers, in a fixed order, and the memory they
-    use.
+def dense_layout(rank: int, nodes: Nodes, segment_header: SegmentHeader, runs: Table) -> MessageLayout:
+    """Returns the layout of a dense segment's messages. ``runs`` is a RUN table of its elements."""
+    return float_messages(rank, nodes, segment_header.nbytes, int(runs["length"].sum()))[0]
 
-    ``runs`` is a RUN table. Its elements are read from the addresses in ``gradients``, and their averages written to
-    those in ``averages``. In the flat form: the sum in the order of ranks, times float32(1/n). On nodes of several
-    ranks: the sum of each node in the order of its ranks, times float32(nodes/n); then the sum of these in the order of
-    nodes, times float32(1/nodes).
+
+def dense_segment(
+    staging: Staging, segment_header: SegmentHeader, gradients: Table, averages: Table, runs: Table
+) -> list[Stage]:
+    """Returns the stages of a float32 average of runs of gradients, with headers, in a fixed order.
+
+    The layout of ``staging`` is the ``dense_layout`` of ``runs``, a RUN table. Its elements are read from the addresses
+    in ``gradients``, and their averages written to those in ``averages``. In the flat form: the sum in the order of
+    ranks, times float32(1/n). On nodes of several ranks: the sum of each node in the order of its ranks, times
+    float32(nodes/n); then the sum of these in the order of nodes, times float32(1/nodes).
     """
-    header = header_nbytes(int(segment_header.header["tensors"][0]))
-    layout, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
-    staging = Staging(layout, memory)
-    send = staging.send
+    layout, send = staging.layout, staging.send
+    rank, nodes, header = layout.rank, layout.nodes, layout.header_nbytes
+    _, parts = float_messages(rank, nodes, header, int(runs["length"].sum()))
     begins = {owner: (layout.message_start[owner] + header) // 4 for owner in parts}
     placed = _cut(runs, [(parts[owner].start, begins[owner]) for owner in nodes.owners])
     gather = loop(Kernels.gather, None, placed, gradients, send)
@@ -178,7 +175,17 @@ def dense_segment(
                 sums.append(staging.node.sum(inside, nbytes, nodes.weight, send[first : first + nbytes]))
         stages = node_stages(staging, segment_header, send, [gather], sums, [], average, is_dense=True)
     stages[-1].compute.append(scatter)
-    return stages, staging.memory
+    return stages
+
+
+def dense_segment_alone(segment_header: SegmentHeader, gradients: Table, averages: Bytes, runs: Table) -> list[Stage]:
+    """Returns the stages of ``dense_segment`` on a rank without others: gradients are their own averages.
+
+    They are copied to where the positions of ``runs`` say in ``averages``; nothing is staged or sent.
+    """
+    segment_header.received = heads = [aligned(segment_header.nbytes)]
+    gather = loop(Kernels.gather, None, runs, gradients, averages)
+    return [Stage([gather, segment_header.write(heads), segment_header.check(heads)])]
 
 
 def scatter_segment(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 #: Segments of an exchange: while one is averaged and gathered, the next are on their way.
 SEGMENTS = 16
 #: Segments in flight. A segment takes as long as two messages, so on a link with a delay few in flight leave the wire
@@ -20,6 +22,35 @@ SMALLEST_SHARE_NBYTES = 2048
 LARGEST_MESSAGE_NBYTES = 512 * 1024
 
 
+class Cut(NamedTuple):
+    """How the exchanges of an optimizer are cut, on all ranks alike.
+
+    ``segment_nbytes`` limits the packed bytes of a segment, ``dense_nbytes`` the float32 bytes of a dense segment.
+    Messages of a dense segment travel in pieces of ``message_nbytes``; 0: whole.
+    """
+
+    segment_nbytes: int
+    dense_nbytes: int
+    message_nbytes: int = 0
+
+
+def cut_of(numel: int, ranks: int, hosts: int, limit_nbytes: int, on_devices: bool) -> Cut:
+    """Returns how exchanges of ``numel`` elements are cut over ``ranks`` ranks on so many ``hosts``.
+
+    In the host's memory a dense segment is small enough that none of its messages reaches TCP's eager limit. A device
+    needs few segments: each costs launches and memory, whatever its size. Then messages between hosts are cut instead.
+    One rank sends nothing, so nothing limits its segments but ``limit_nbytes``.
+
+    Args:
+        limit_nbytes: The user's limit, which is never exceeded.
+        on_devices: True if the parameters of all ranks are on devices.
+    """
+    is_free = on_devices or ranks == 1
+    packed = segment_nbytes(numel // 8, ranks, limit_nbytes, is_free=ranks == 1)
+    dense = segment_nbytes(4 * numel, ranks, limit_nbytes, is_free=True) if is_free else packed
+    return Cut(packed, dense, LARGEST_MESSAGE_NBYTES if on_devices and hosts > 1 else 0)
+
+
 def window(ranks: int, hosts: int) -> int:
     """Returns the number of segments in flight on a channel of ``ranks`` ranks on so many ``hosts``."""
     if hosts == 1:
@@ -28,14 +59,14 @@ def window(ranks: int, hosts: int) -> int:
     return min(WINDOW, max(MESSAGES // (2 * ranks), LEAST_WINDOW))
 
 
-def segment_nbytes(total_nbytes: int, ranks: int, limit_nbytes: int) -> int:
+def segment_nbytes(total_nbytes: int, ranks: int, limit_nbytes: int, *, is_free: bool = False) -> int:
     """Returns the size of the segments in which ``total_nbytes`` are exchanged over ``ranks`` ranks, which own a share
     each.
 
-    ``limit_nbytes`` is the user's limit, and is never exceeded.
+    ``limit_nbytes`` is the user's limit, and is never exceeded. ``is_free``: a share may be longer than a message.
     """
     wanted = max(-(-total_nbytes // SEGMENTS), SMALLEST_NBYTES, ranks * SMALLEST_SHARE_NBYTES)
-    return min(wanted, ranks * LARGEST_MESSAGE_NBYTES, limit_nbytes)
+    return min(wanted, limit_nbytes if is_free else min(ranks * LARGEST_MESSAGE_NBYTES, limit_nbytes))
 
 
 def share_nbytes(ranks: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 import numpy as np
@@ -205,6 +206,17 @@ class Stage:
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
     intra_node: bool = False
+
+
+def in_pieces(messages: Sequence[Message], nbytes: int) -> list[Message]:
+    """Returns the same messages in pieces of at most ``nbytes``, those to different ranks in turns. Both ends of a
+    message must cut it.
+    """
+    cut = [
+        [Message(m.peer, m.buffer[first : first + nbytes]) for first in range(0, max(m.buffer.nbytes, 1), nbytes)]
+        for m in messages
+    ]
+    return [piece for row in zip_longest(*cut) for piece in row if piece is not None]
 
 
 @dataclass(slots=True, eq=False)

@@ -175,7 +175,7 @@ def staged(
     heads = [_heads(stages) for stages in plan.segments]
     if direct:
         segments = [_parted(s, memory, h, intra_node) for s, h in zip(plan.segments, heads, strict=True)]
-        plan = Plan(plan.name, segments, plan.keepalive)
+        plan = Plan(plan.name, segments, plan.keepalive, plan.lanes)
     if not memory.is_device:
         return plan
     assert isinstance(memory, DeviceMemory)
@@ -188,7 +188,7 @@ def staged(
             task = DeviceTask(memory, beside=segment.is_beside, awaited=False)
             task.upload([result])
             segment.stages[-1].compute.append(Offload("Upload", task))
-    return Plan(plan.name, segments, plan.keepalive)
+    return Plan(plan.name, segments, plan.keepalive, plan.lanes)
 
 
 def _heads(stages: Sequence[Stage]) -> dict[int, int]:
@@ -419,7 +419,7 @@ def _add(
             read += missing(given if argument.kind == "Messages" else [_part(kind.by, tables, given)])
         elif kind.staged == "all":
             read.append(given)
-        elif kind.staged == "written":
+        elif kind.staged == "written" and isinstance(given, np.ndarray):  # else the device keeps it
             written = _part(kind.by, tables, given)
         arguments.append(_chunks(given) if kind.staged == "cut" else given)
     task.upload(read)

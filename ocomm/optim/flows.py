@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from ocomm.collectives.compressed import (
     compressed_segment,
     compressed_staging,
+    dense_layout,
     dense_segment,
+    dense_segment_alone,
     gather_segment,
     node_segment,
     node_staging,
@@ -22,12 +24,13 @@ from ocomm.collectives.compressed import (
 )
 from ocomm.collectives.engine import Ticket
 from ocomm.collectives.phases import Staging
-from ocomm.collectives.plan import Computation, Plan, Stage
+from ocomm.collectives.pipeline import Cut
+from ocomm.collectives.plan import Computation, Plan, Stage, in_pieces
 from ocomm.collectives.segment_header import SegmentHeaders
 from ocomm.collectives.staged import staged
 from ocomm.compression.codecs import FLOAT32, SCALED_SIGNS, Codec
-from ocomm.compression.layout import SegmentLayout
-from ocomm.kernels.base import ALIGNMENT, TENSOR, Bytes, Floats, HostMemory, Table, aligned, sparse_bytes
+from ocomm.compression.layout import MessageLayout, SegmentLayout
+from ocomm.kernels.base import ALIGNMENT, HOST, TENSOR, Bytes, Floats, HostMemory, Memory, Table, sparse_bytes
 from ocomm.kernels.device import DeviceArray
 from ocomm.optim.core import Core, Exchange, address
 from ocomm.optim.step_channel import Sent, StepChannel
@@ -35,8 +38,9 @@ from ocomm.optim.step_channel import Sent, StepChannel
 #: Limit for the number of buckets, and the least number of elements of a bucket. At 1 Gbit/s so many elements take as
 #: long as posting a bucket takes.
 BUCKETS, BUCKET_NUMEL = 8, 1 << 17
-#: Number of segments of a sharded exchange that have memory, which later ones use again: no more are in flight.
-LANES = 4
+#: Number of segments of a sharded exchange, or of a dense one of devices, that have memory, which later ones use again:
+#: no more are in flight. A device's are more if they are small, as many as have so many bytes.
+LANES, LANES_NBYTES = 4, 32 << 20
 #: Number of prepared plans that a flow keeps. Buffers alternate, so two are used in turn.
 _KEPT_PLANS = 4
 
@@ -53,6 +57,8 @@ class Flow(abc.ABC):
     #: True if the headers of a rank's messages say whether its gradients were finite, after the exchange, too. False
     #: where the rank only adds to a sum.
     says_whose = False
+    #: Bytes of the pieces in which messages travel; 0: they travel whole.
+    message_nbytes = 0
 
     def __init__(
         self,
@@ -109,6 +115,9 @@ class Flow(abc.ABC):
             wire = self.wire
             plan = staged(self._plan(), self.core.param_memory, self._results(), wire.direct, wire.intra_node)
             plan.keepalive += self.keeps
+            for stage in (stage for stages in plan.segments for stage in stages if self.message_nbytes):
+                stage.sends[:] = in_pieces(stage.sends, self.message_nbytes)
+                stage.receives[:] = in_pieces(stage.receives, self.message_nbytes)
             found = self._plans[key] = *wire.prepare(plan), built_in
         self.prepared, self.sent, _ = found
         return self.prepared
@@ -183,7 +192,11 @@ class CompressedFlow(Flow):
 
 
 class DenseFlow(Flow):
-    """Averages in float32, at the addresses ``averages``."""
+    """Averages in float32, at the ``addresses``, which are in the flat ``averages`` of the layout.
+
+    In the host's memory each plan has messages of its own. On a device all plans share lanes, because page-locked
+    memory is scarce, and so is the device's. A rank without others has none.
+    """
 
     compressor = "dense"
 
@@ -193,28 +206,56 @@ class DenseFlow(Flow):
         wire: StepChannel,
         groups: Sequence[list[int]],
         parts: Sequence[Sequence[SegmentLayout]],
-        averages: Table,
+        addresses: Table,
+        averages: Floats,
     ) -> None:
         super().__init__(core, wire, groups, parts, core.built_in_dense)
-        self._averages = averages
+        self._averages = addresses
+        self._flat = averages
+        #: The memory of the messages of all plans on a device, and of each plan in the host's memory.
+        self._lanes: Lanes | None = None
         self._plan_memory: list[Bytes] = []
         #: The blocks of all segments.
         self._blocks = np.concatenate([segment.blocks for segment in self.segments]) if self.segments else None
 
     def _plan(self) -> Plan:
         core = self.core
-        stages: list[list[Stage]] = []
-        memory: list[Bytes] = []
-        for segment, segment_header in zip(self.segments, self.segment_headers, strict=True):
-            before, source = core.dense_source(segment, segment_header.flags)
-            where = source, self._averages, segment.runs()
-            cut, used = dense_segment(self.wire.rank, core.layout.nodes, segment_header, *where, core.param_memory)
-            cut[0].compute[:0] = before
-            cut[-1].compute += core.check_dense_averages(segment, self._averages, self._result_flags)
-            stages.append(cut)
-            memory += used
-        self._plan_memory += memory
-        return Plan(f"{self.wire.name}: dense", stages, memory)
+        name = f"{self.wire.name}: dense"
+        if core.layout.ranks == 1:
+            return Plan(name, [self._stages(k, None) for k in range(len(self.segments))])
+        memory = core.param_memory
+        if not memory.is_device:
+            staging = [Staging(layout) for layout in self._layouts()]
+            used = [part for each in staging for part in each.memory]
+            self._plan_memory += used
+            return Plan(name, [self._stages(k, each) for k, each in enumerate(staging)], used)
+        if self._lanes is None:
+            layouts = self._layouts()
+            largest = max(layout.packed_nbytes for layout in layouts)
+            self._lanes = Lanes(layouts, memory, max(LANES, LANES_NBYTES // largest))
+        stages = [self._stages(k, each) for k, each in enumerate(self._lanes.staging)]
+        return Plan(name, stages, [*self._lanes.memory], self._lanes.count)
+
+    def _layouts(self) -> list[MessageLayout]:
+        pairs = zip(self.segments, self.segment_headers, strict=True)
+        return [dense_layout(self.wire.rank, self.core.layout.nodes, header, s.runs()) for s, header in pairs]
+
+    def _stages(self, number: int, staging: Staging | None) -> list[Stage]:
+        """Returns the stages of a segment; ``staging`` is None on a rank without others."""
+        segment, segment_header, runs = (
+            self.segments[number],
+            self.segment_headers[number],
+            self.segments[number].runs(),
+        )
+        before, source = self.core.dense_source(segment, segment_header.flags)
+        if staging is None:
+            runs["position"] = self.core.layout.offsets[runs["tensor"]] + runs["start"]
+            stages = dense_segment_alone(segment_header, source, self._flat.view(np.uint8), runs)
+        else:
+            stages = dense_segment(staging, segment_header, source, self._averages, runs)
+        stages[0].compute[:0] = before
+        stages[-1].compute += self.core.check_dense_averages(segment, self._averages, self._result_flags)
+        return stages
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
@@ -224,7 +265,8 @@ class DenseFlow(Flow):
         return super().is_finite() and (self._blocks is None or self.core.can_use(self._blocks, self._averages))
 
     def memory(self) -> dict[str, int]:
-        return {"dense_staging": sum(memory.nbytes for memory in self._plan_memory)}
+        lanes = [] if self._lanes is None else self._lanes.memory
+        return {"dense_staging": sum(memory.nbytes for memory in (*self._plan_memory, *lanes))}
 
 
 class LowBitFlow(DenseFlow):
@@ -244,9 +286,8 @@ class LowBitFlow(DenseFlow):
         assert core.dense_codes is not None
         self._codes = core.dense_codes
         self.compressor = f"dense {self._codes.codec.label}"
-        super().__init__(core, wire, groups, parts, addresses)
+        super().__init__(core, wire, groups, parts, addresses, averages)
         memory = core.param_memory
-        self._flat = averages
         self._staging = [compressed_staging(segment, memory) for segment in self.segments]
         self._gathered = [memory.staging(segment.packed_nbytes) for segment in self.segments]
         #: The flags that the server sets, which are not sent: all ranks see an average that overflows in the result.
@@ -277,37 +318,44 @@ class LowBitFlow(DenseFlow):
 
 
 class _Lane(HostMemory):
-    """Memory of ``nbytes`` for the messages of one segment at a time; of 0 bytes, what a segment would need."""
+    """Memory for the messages of one segment at a time: for whole messages, and for ones whose headers alone the host
+    uses. Without memory it finds out how much of both a segment needs.
+    """
 
-    def __init__(self, nbytes: int = 0) -> None:
-        self.memory = aligned(nbytes)
-        self.used = 0
+    def __init__(self, memory: Sequence[Bytes] = ()) -> None:
+        self.memory = memory
+        self.used = [0, 0]
 
     def staging(self, nbytes: int, *, headers_only: bool = False) -> Bytes:
-        del headers_only
-        start, self.used = self.used, self.used + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if self.used > self.memory.nbytes:
+        start = self.used[headers_only]
+        self.used[headers_only] += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if not self.memory:
             return sparse_bytes(nbytes)  # which is never written
-        return self.memory[start : start + nbytes]
+        return self.memory[headers_only][start : start + nbytes]
 
 
 class Lanes:
-    """The memory of the messages of ``segments``: segment k has that of segment k - ``LANES`` (``Plan.lanes``)."""
+    """The ``memory`` of the messages of segments: segment k has that of segment k - ``count`` (``Plan.lanes``)."""
 
-    def __init__(self, segments: Sequence[SegmentLayout]) -> None:
-        needed = [0] * LANES
+    def __init__(self, segments: Sequence[MessageLayout], memory: Memory = HOST, count: int = LANES) -> None:
+        self.count = count
+        needed = [[0, 0] for _ in range(min(count, len(segments)))]
         for k, segment in enumerate(segments):
             room = _Lane()
             Staging(segment, room)
-            needed[k % LANES] = max(needed[k % LANES], room.used)
-        lanes = [_Lane(nbytes) for nbytes in needed]
+            lane_of = needed[k % count]
+            lane_of[:] = map(max, lane_of, room.used)
+        lanes = [
+            _Lane([memory.staging(whole), memory.staging(headed, headers_only=True) if headed else sparse_bytes(0)])
+            for whole, headed in needed
+        ]
         #: The memory of each segment.
         self.staging: list[Staging] = []
         for k, segment in enumerate(segments):
-            lane = lanes[k % LANES]
-            lane.used = 0
+            lane = lanes[k % count]
+            lane.used = [0, 0]
             self.staging.append(Staging(segment, lane))
-        self.memory = [lane.memory for lane in lanes]
+        self.memory = [part for lane in lanes for part in lane.memory]
 
 
 class Gathering:
@@ -318,7 +366,7 @@ class Gathering:
         self._places = np.zeros(len(core.layout.tensors), TENSOR)
         stages = [gather_segment(staging, self._places) for staging in lanes.staging]
         keeps = [core, *lanes.memory]
-        self._prepared, self.sent = wire.prepare(Plan(f"{wire.name}: shards", stages, keeps, LANES))
+        self._prepared, self.sent = wire.prepare(Plan(f"{wire.name}: shards", stages, keeps, lanes.count))
 
     def run(self, addresses: NDArray[np.uint64], what: str) -> None:
         """Fills in, at the ``addresses`` of all tensors, what other ranks own. Collective; raises the error with which
@@ -343,7 +391,7 @@ class ShardedFlow(DenseFlow):
         self, core: Core, wire: StepChannel, groups: Sequence[list[int]], parts: Sequence[Sequence[SegmentLayout]]
     ) -> None:
         assert core.sharded is not None
-        super().__init__(core, wire, groups, parts, np.zeros(0, TENSOR))
+        super().__init__(core, wire, groups, parts, np.zeros(0, TENSOR), np.zeros(0, np.float32))
         self._sharded = core.sharded
         self._sharded.begin()
         self._lanes = Lanes(self.segments)
@@ -351,15 +399,13 @@ class ShardedFlow(DenseFlow):
         self.gathering = Gathering(core, wire, self._lanes)
 
     def _plan(self) -> Plan:
+        assert self._lanes is not None
         gradients, averages = self.core.gradients, self._sharded.averages
         stages = [
             scatter_segment(staging, segment_header, gradients, averages)
             for staging, segment_header in zip(self._lanes.staging, self.segment_headers, strict=True)
         ]
-        return Plan(f"{self.wire.name}: dense", stages, [*self._lanes.memory, self._sharded.average], LANES)
-
-    def memory(self) -> dict[str, int]:
-        return {"dense_staging": sum(memory.nbytes for memory in self._lanes.memory)}
+        return Plan(f"{self.wire.name}: dense", stages, [*self._lanes.memory, self._sharded.average], self._lanes.count)
 
 
 class NodeFlow(Flow):
@@ -387,15 +433,14 @@ class NodeFlow(Flow):
 
 
 class Flows:
-    """The flows of the current step, as the core wants them, and the addresses of dense averages.
-
-    ``segment_nbytes`` bounds a segment's packed bytes.
+    """The flows of the current step, as the core wants them, and the addresses of dense averages. ``cut`` says how they
+    are cut.
     """
 
-    def __init__(self, core: Core, wire: StepChannel, segment_nbytes: int) -> None:
+    def __init__(self, core: Core, wire: StepChannel, cut: Cut) -> None:
         self.core = core
         self.layout = core.layout
-        self.segment_nbytes = segment_nbytes
+        self.cut = cut
         count = len(self.layout.tensors)
         #: The order of gradients in which buckets are cut, the same on all ranks.
         self.order = list(range(count - 1, -1, -1))
@@ -443,7 +488,7 @@ class Flows:
         # Some steps lack a kind of exchange; its buckets are kept until they have other tensors.
         if compressed.any() and self._cut_for.get("compressed") != wanted[0]:
             groups = self._cut(compressed)
-            self.core.set_buckets(groups, self.segment_nbytes)
+            self.core.set_buckets(groups, self.cut.segment_nbytes)
             self.compressed = CompressedFlow(self.core, self._wire, groups)
             self._cut_for["compressed"] = wanted[0]
         if self._cut_for.get("dense") != wanted[1] and (dense.any() or not self.core.dense_again):
@@ -455,7 +500,7 @@ class Flows:
         # In local steps the ranks of a node step together, on the sum of their gradients.
         if self.core.steps_locally and not self.layout.nodes.is_flat and alone.any():
             groups = self._cut(alone)
-            self.node = NodeFlow(self.core, self._wire, groups, self._segments(groups, self.segment_nbytes))
+            self.node = NodeFlow(self.core, self._wire, groups, self._segments(groups, self.cut.segment_nbytes))
         chosen = (compressed.any(), self.compressed), (dense.any(), self.dense), (True, self.node)
         self.flows = [flow for travels, flow in chosen if travels and flow is not None]
         self.sharded = next((flow for flow in self.flows if isinstance(flow, ShardedFlow)), None)
@@ -469,7 +514,7 @@ class Flows:
             if dense.any():
                 groups = self._cut(dense)
                 self.dense = ShardedFlow(
-                    self.core, self._wire, groups, self._segments(groups, self.segment_nbytes, FLOAT32)
+                    self.core, self._wire, groups, self._segments(groups, self.cut.segment_nbytes, FLOAT32)
                 )
             else:
                 sharded.end()
@@ -481,17 +526,17 @@ class Flows:
             groups = self._cut(dense)
             codes = self.core.dense_codes
             if codes is None:
-                parts = self._segments(groups, max(self.segment_nbytes // 32, 1))
-                self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses)
+                parts = self._segments(groups, max(self.cut.dense_nbytes // 32, 1))
+                self.dense = DenseFlow(self.core, self._wire, groups, parts, self._addresses, self.averages)
+                self.dense.message_nbytes = self.cut.message_nbytes
             else:
-                parts = self._segments(groups, self.segment_nbytes, codes.codec)
-                where = self._addresses, self.averages
-                self.dense = LowBitFlow(self.core, self._wire, groups, parts, *where)
+                parts = self._segments(groups, self.cut.segment_nbytes, codes.codec)
+                self.dense = LowBitFlow(self.core, self._wire, groups, parts, self._addresses, self.averages)
             self.dense.keeps.append(self.averages)
 
     def gathering_of(self, tensor: int) -> Gathering:
         """Returns what sends a tensor's parts to all ranks, once."""
-        segments = self.layout.segments([tensor], self.core.rank, self.segment_nbytes, FLOAT32)
+        segments = self.layout.segments([tensor], self.core.rank, self.cut.segment_nbytes, FLOAT32)
         return Gathering(self.core, self._wire, Lanes(segments))
 
     def _cut(self, wanted: NDArray[np.bool_]) -> list[list[int]]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from ocomm.collectives.bridge import IntraNode
 from ocomm.collectives.engine import Channel
+from ocomm.collectives.pipeline import Cut
 from ocomm.collectives.waiting import Watch, wait
 from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError, OcommError
 from ocomm.kernels.base import Floats
@@ -65,7 +66,7 @@ class Stepper:
             contiguous float32, or on a device of the types in ``core.gradients``. Before ``step()`` (``final`` False)
             it may return None if they must not be read yet. It is called from hooks, and returns a list because that
             costs less than an array.
-        segment_nbytes: Limit for a segment's packed bytes.
+        cut: How exchanges are cut.
         overlap: Whether buckets are posted before ``step()``, after a first step without overlap.
         verify: How much of a gradient is read again, as ``Buckets`` says.
         timeout_s: Deadline of a step in seconds, 0 for none.
@@ -84,7 +85,7 @@ class Stepper:
         watch: Watch,
         locate: Locate,
         *,
-        segment_nbytes: int,
+        cut: Cut,
         overlap: bool,
         verify: str,
         timeout_s: float,
@@ -130,7 +131,7 @@ class Stepper:
         self.wire = StepChannel(
             name, channel, ranks, core.rank, core.layout.nodes, watch, timeout_s, direct=direct, intra_node=intra_node
         )
-        self.flows = Flows(core, self.wire, segment_nbytes)
+        self.flows = Flows(core, self.wire, cut)
         self.buckets = Buckets(self.flows, self.wire, locate, verify)
         self._vote = Vote(core, self.wire, None if grid is None else grid.counted)
         self.wire.enter(core.param_memory)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ocomm.agreement import LOOKED_AT, MADE_ALIKE, by_rank, cause_of, digest, first_difference, say_alike, told_of_steps
 from ocomm.collectives.engine import Channel
-from ocomm.collectives.pipeline import segment_nbytes
+from ocomm.collectives.pipeline import cut_of
 from ocomm.compression.codecs import FLOAT32, Codec
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.errors import CheckpointError, InvalidRequestError, MismatchError
@@ -136,6 +136,7 @@ class Driver:
             _log.warning("%s: %s", name, self.unlike_text.format(by_rank(facts.by_implementation, "have")))
         #: True if some rank's parameters are on a device.
         self.on_devices = facts.places != {ON_HOST}
+        self._all_on_devices = ON_HOST not in facts.places
         #: Whether messages go from device to device, and what carries dense values inside nodes, as all ranks have
         #: agreed.
         self.direct, self.intra_node = arrangement.direct, arrangement.intra_node
@@ -219,6 +220,8 @@ class Driver:
     def _make_stepper(self, name: str, channel: Channel, grid: GridVote | None) -> Stepper:
         session, common, layout = self.session, self.common, self.core.layout
         reference = self._frontend
+        all_hosts = session.require_topology().hosts
+        hosts = len({all_hosts[rank] for rank in self._ranks})
 
         def locate(tensors: list[int], final: bool) -> list[int] | None:
             alive = reference()
@@ -232,7 +235,9 @@ class Driver:
             self._ranks,
             replace(session.watch(self.number, name), framework=self.frontend.framework),
             locate,
-            segment_nbytes=segment_nbytes(layout.numel // 8, layout.ranks, session.settings.segment_nbytes),
+            cut=cut_of(
+                layout.numel, layout.ranks, hosts, session.settings.segment_nbytes, on_devices=self._all_on_devices
+            ),
             overlap=common.overlap,
             # The host would have to wait for a device to read gradients there.
             verify="version" if self.core.kernels.memory.is_device else common.verify,

@@ -18,10 +18,12 @@ import torch
 import ocomm
 from ocomm import nccl_opening
 from ocomm import session as sessions
+from ocomm.collectives import pipeline
 from ocomm.errors import HorovodInternalError, InvalidRequestError, MismatchError, NonFiniteError, StallError
 from ocomm.kernels.base import SUMMED, pieces_of
 from ocomm.kernels.device import DeviceMemory, device_kernels
 from ocomm.operations import ProcessSet
+from ocomm.optim import flows
 from ocomm.session import Session
 from ocomm.telemetry.timeline import path_of, read
 from ocomm.transport import nccl
@@ -190,6 +192,48 @@ def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
         assert [widened[rank] > 0 for rank in range(3)] == [False, dtype is not torch.float32, False]
     if not MPI_SIZE:
         assert all(device.counts["launch"] for device in devices.values())
+
+
+@pytest.mark.parametrize(("hosts", "engine"), [("abc", "native"), ("aabb", "python"), ("aab", "native")])
+@pytest.mark.parametrize("kind", ["1-bit Adam, dense", "SoftSignSGD"])
+def test_dense_segments_that_share_lanes_and_travel_in_pieces_have_the_bits_of_the_host(
+    kind: str, hosts: str, engine: str, on_devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows, "LANES_NBYTES", 0)
+    monkeypatch.setattr(pipeline, "LARGEST_MESSAGE_NBYTES", 96)
+    monkeypatch.setattr(pipeline, "SMALLEST_NBYTES", 64)
+    monkeypatch.setattr(pipeline, "SMALLEST_SHARE_NBYTES", 64)
+    ranks, settings = len(hosts), Settings(engine=engine, segment_nbytes=1024)
+    expected = run_ranks(ranks, lambda s: trained(kind, rank_of(s), 4, block_size=256), settings, hosts=hosts)
+    on_devices(range(ranks), library=FakeNccl())
+
+    def body(session: Session) -> Any:
+        seen = []
+
+        def watch(optimizer: Any, step: int) -> None:
+            dense = optimizer._driver.stepper.flows.dense
+            if dense is not None and dense.prepared is not None:
+                seen.append((len(dense.segments), dense._lanes.count, dense.message_nbytes))
+
+        run = trained(kind, rank_of(session), 4, watch=watch, block_size=256)
+        assert any(segments > lanes == 4 and nbytes == 96 for segments, lanes, nbytes in seen)
+        return run
+
+    assert run_ranks(ranks, body, settings, hosts=hosts) == expected
+
+
+def test_a_dense_step_of_one_rank_has_the_bits_of_the_host_and_copies_flags_alone(on_devices: Any) -> None:
+    kind = "1-bit Adam, dense"
+    expected = run_ranks(1, lambda s: trained(kind, rank_of(s), 4))
+    devices = on_devices([0])
+    seen: list[int] = []
+
+    def watch(optimizer: Any, step: int) -> None:
+        seen.append(len(devices[0].log))
+
+    assert run_ranks(1, lambda s: trained(kind, rank_of(s), 4, watch=watch)) == expected
+    copies = [nbytes for verb, nbytes, _ in devices[0].log[seen[0] : seen[-1]] if verb == "download"]
+    assert copies and set(copies) == {"4"}
 
 
 def test_the_dense_step_that_all_frameworks_share_is_made_by_the_host(on_devices: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ocomm.collectives.pipeline import Cut
 from ocomm.compression.layout import Layout, TensorSpec
 from ocomm.optim.core import Group
 from ocomm.optim.lion import Lion, LionOptions
@@ -47,7 +48,7 @@ def test_every_step_equals_the_simulation_bit_for_bit(hosts: str) -> None:
             "lion", core, session.open_channel(0, "lion", layout.digest, ""), range(len(hosts)),
             session.watch(0, "lion"),
             lambda tensors, final: [0 if local[t] is None else local[t].ctypes.data for t in tensors],  # type: ignore[union-attr]
-            segment_nbytes=256, overlap=False, verify="full", timeout_s=PATIENCE_S,
+            cut=Cut(256, 256), overlap=False, verify="full", timeout_s=PATIENCE_S,
         )  # fmt: skip
         history = []
         for step in range(STEPS):
