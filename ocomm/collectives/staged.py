@@ -93,7 +93,7 @@ class DeviceTask:
         if flags is not None:
             self._flags.append(flags)
             if len(self._flags) == 1:
-                self._status = self._memory.device.pinned(4)
+                self._status = self._memory.pinned_flag()
 
     def compiled(self) -> tuple[int, int] | None:
         steps = [*self._steps, *self._last()]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ocomm.errors import HorovodInternalError
 from ocomm.kernels.base import (
+    ALIGNMENT,
     PIECE,
     SKETCH,
     SKETCHED,
@@ -47,6 +48,9 @@ _REMEMBERED = 4096
 _WINDOW_NBYTES = 1 << 22
 #: Number of pieces of page-locked memory that are kept for writing arrays, and their largest size.
 _SPARES, _SPARE_NBYTES = 32, 1 << 20
+#: Arrays of the device of at most ``_SMALL_NBYTES`` are cut from ``_SLAB_NBYTES`` of it, because the driver takes as
+#: long for one of them as for a large one, and a plan has thousands. Page-locked flags are cut likewise.
+_SMALL_NBYTES, _SLAB_NBYTES = 1 << 16, 1 << 20
 #: Number of sums over memory whose tables are kept.
 _SUMS = 16
 #: Cut memory for thread blocks, each of which adds so many elements.
@@ -330,13 +334,32 @@ class DeviceMemory:
         self._underway: list[tuple[Event, Bytes]] = []  # memory that is being copied and that nobody else keeps alive
         self._spares: list[Bytes] = []  # such memory that can be reused
         self._window: Bytes = np.zeros(0, np.uint8)
+        #: What small arrays are cut from, and how many bytes of it are in use. An array keeps its slab alive.
+        self._slab: Block | None = None
+        self._slab_used = 0
+        self._pinned_slab: Bytes = np.zeros(0, np.uint8)
         self._reading = threading.Lock()  # held while the window is in use
 
     def empty(self, size: int, dtype: Any) -> DeviceArray:
         """Returns a new array; contents undefined."""
         nbytes = size * np.dtype(dtype).itemsize
-        block = self.device.allocate(max(nbytes, 1))
-        return DeviceArray(self, block.address, size, dtype, block)
+        if nbytes > _SMALL_NBYTES:
+            block = self.device.allocate(nbytes)
+            return DeviceArray(self, block.address, size, dtype, block)
+        with self.lock:
+            if self._slab is None or self._slab_used + nbytes > _SLAB_NBYTES:
+                self._slab, self._slab_used = self.device.allocate(_SLAB_NBYTES), 0
+            block, first = self._slab, self._slab_used
+            self._slab_used += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        return DeviceArray(self, block.address + first, size, dtype, block)
+
+    def pinned_flag(self) -> Bytes:
+        """Returns 4 bytes of page-locked memory; contents undefined."""
+        with self.lock:
+            if not self._pinned_slab.size:
+                self._pinned_slab = self.device.pinned(_SMALL_NBYTES)
+            flag, self._pinned_slab = self._pinned_slab[:4], self._pinned_slab[ALIGNMENT:]
+        return flag
 
     def zeros(self, numel: int) -> Floats:
         array = self.empty(numel, np.float32)

@@ -22,6 +22,7 @@ load_library.load_pluggable_device_library(LIBRARY)
 
 import ocomm_tf.keras as hvd  # noqa: E402
 from ocomm.errors import HorovodInternalError, InvalidRequestError, NonFiniteError  # noqa: E402
+from ocomm.kernels import device as device_module  # noqa: E402
 from ocomm.kernels.device import device_kernels  # noqa: E402
 from ocomm.session import Session  # noqa: E402
 from ocomm.training.resume import one_state  # noqa: E402
@@ -371,6 +372,7 @@ def test_a_gpu_without_room_for_buffers_is_named_with_what_to_do(
     def body(session: Session) -> None:
         devices.of(session, 0)
         monkeypatch.setattr(FakeDevice, "allocate", allocate)
+        monkeypatch.setattr(device_module, "_SMALL_NBYTES", 0)  # there is room for none, however small
         KINDS["Birder"]().apply(gradients("GPU:0", 0, 0), variables("GPU:0"))
 
     with pytest.raises(MemoryError, match=r"no [0-9]+ bytes on fake:0\. TensorFlow .*set_memory_growth\(gpu, True\)"):

@@ -66,6 +66,7 @@ def test_dense_messages_of_two_ranks_take_less_than_a_byte_per_parameter(hosts: 
     assert numel == 124_439_808
     assert segments <= 64
     assert device.launches() <= 4 * segments
+    assert device.allocations <= 32
     assert device.pinned_nbytes <= 0.6 * numel
     assert device.nbytes <= 0.6 * numel
 
@@ -74,9 +75,10 @@ def test_a_warm_up_step_of_one_rank_stages_nothing_and_copies_flags_alone() -> N
     numel, segments, device = dense_step(GPT2, 1, 1)
     assert segments <= 64
     assert device.launches() <= 2 * segments
+    assert device.allocations <= 16
     assert device.copied(Verb.UPLOAD) == 0
     assert device.copied(Verb.DOWNLOAD) == 4 * segments
-    assert device.pinned_nbytes <= 1 << 16
+    assert device.pinned_nbytes <= 1 << 17  # flags
     assert device.nbytes <= 0.03 * numel  # tables of runs and blocks
 
 
@@ -84,6 +86,7 @@ def test_the_lanes_of_a_large_model_are_no_larger() -> None:
     numel, segments, device = dense_step(LARGE, 2, 2)
     assert numel == 1_315_723_264
     assert segments <= 640
+    assert device.allocations <= 100
     assert device.pinned_nbytes <= 70 << 20
     assert device.nbytes <= 0.1 * numel
 
