@@ -266,10 +266,11 @@ class _Segment:
         #: gradients: what they read was written before a task of this segment that the engine has seen to be over.
         self.is_beside = False
         self._next: list[Computation] = []
+        is_sent = any(stage.sends or stage.receives for stage in stages)
         for stage in stages:
             compute = self._next + self._computed(stage)
             if any(isinstance(c, Offload) for c in compute):
-                self.is_beside = not direct and intra_node is None
+                self.is_beside = intra_node is None and not (direct and is_sent)
             self._next = []
             if stage.intra_node and intra_node is not None:
                 self._bridge(stage, compute, intra_node)

@@ -257,9 +257,9 @@ class Core(abc.ABC):
         is not finite. The same on all ranks, since all have the same bytes.
 
         Without scales there is none, because signs are finite; what a worker cannot compute is in the flags of its
-        messages.
+        messages. A rank without others needs none, because it has made all averages.
         """
-        if self.codec.group is None:
+        if self.codec.group is None or self.layout.ranks == 1:
             return []
         return [loop(Kernels.finite_scales, flags, self.segments[segment].layout.blocks, self.result(segment))]
 

@@ -160,8 +160,10 @@ class CompressedFlow(Flow):
         super().__init__(core, wire, groups, parts, partial(core.built_in, range(sum(map(len, parts)))))
         self.staging = [compressed_staging(segment, core.param_memory) for segment in self.segments]
         #: The flags that ``average`` sets, which are not sent: all ranks see an average that overflows in the result,
-        #: and headers say which rank had a bad gradient.
+        #: and headers say which rank had a bad gradient. A rank without others does not look at the result again.
         self._average_flags = np.zeros(1, np.uint32)
+        if core.layout.ranks == 1 and core.codec.group is not None:
+            self._average_flags = self._result_flags
 
     def _results(self) -> list[Bytes]:
         return [self.core.result(k) for k in range(len(self.segments))]

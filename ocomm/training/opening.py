@@ -126,7 +126,8 @@ def arrange(
     a node. Raises InvalidRequestError if the user has asked for the hierarchical form.
     """
     reached = REACHED in places and ON_DEVICE not in places and nodes.ranks > 1
-    direct = reached and nodes.groups == 1
+    # A rank without others sends nothing, so its messages stay where they are.
+    direct = places != {ON_HOST} if nodes.ranks == 1 else reached and nodes.groups == 1
     if nodes.is_flat or places == {ON_HOST}:
         return Arrangement(nodes, direct)
     intra_node, words = open_bridge(session, number, name, nodes, memory)

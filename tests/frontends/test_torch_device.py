@@ -222,18 +222,47 @@ def test_dense_segments_that_share_lanes_and_travel_in_pieces_have_the_bits_of_t
     assert run_ranks(ranks, body, settings, hosts=hosts) == expected
 
 
-def test_a_dense_step_of_one_rank_has_the_bits_of_the_host_and_copies_flags_alone(on_devices: Any) -> None:
-    kind = "1-bit Adam, dense"
-    expected = run_ranks(1, lambda s: trained(kind, rank_of(s), 4))
+@pytest.mark.parametrize("engine", ["native", "python"])
+@pytest.mark.parametrize(
+    "kind", ["1-bit Adam, dense", "SoftSignSGD", "1-bit Adam, compressed", "Birder", "Lion", "EF-SGD"]
+)
+def test_a_step_of_one_rank_has_the_bits_of_the_host_and_copies_flags_alone(
+    kind: str, engine: str, on_devices: Any
+) -> None:
+    settings = Settings(engine=engine)
+    expected = run_ranks(1, lambda s: trained(kind, rank_of(s), 7), settings)
     devices = on_devices([0])
     seen: list[int] = []
 
     def watch(optimizer: Any, step: int) -> None:
         seen.append(len(devices[0].log))
 
-    assert run_ranks(1, lambda s: trained(kind, rank_of(s), 4, watch=watch)) == expected
-    copies = [nbytes for verb, nbytes, _ in devices[0].log[seen[0] : seen[-1]] if verb == "download"]
+    assert run_ranks(1, lambda s: trained(kind, rank_of(s), 7, watch=watch), settings) == expected
+    copies = [nbytes for verb, nbytes, _ in devices[0].log[seen[-3] : seen[-1]] if verb == "download"]
     assert copies and set(copies) == {"4"}
+
+
+@pytest.mark.parametrize("kind", ["1-bit Adam, dense", "1-bit Adam, compressed", "EF-SGD"])
+@pytest.mark.parametrize("value", [np.nan, 3e38])
+def test_one_rank_discards_what_is_not_finite_on_a_device_as_on_the_host(
+    kind: str, value: float, on_devices: Any
+) -> None:
+    def grads(step: int, rank: int) -> list[np.ndarray | None]:
+        found = gradients(step, rank)
+        for grad in found if step == 6 else ():
+            assert grad is not None
+            grad.reshape(-1)[:] = value
+        return found
+
+    def body(session: Session) -> Any:
+        try:
+            return trained(kind, 0, 8, grads=grads)
+        except NonFiniteError as error:
+            return str(error)
+
+    expected = run_ranks(1, body)
+    on_devices([0])
+    assert run_ranks(1, body) == expected
 
 
 def test_the_dense_step_that_all_frameworks_share_is_made_by_the_host(on_devices: Any) -> None:
