@@ -194,10 +194,13 @@ def test_ranks_with_and_without_a_device_train_what_ranks_without_do(
         assert all(device.counts["launch"] for device in devices.values())
 
 
-@pytest.mark.parametrize(("hosts", "engine"), [("abc", "native"), ("aabb", "python"), ("aab", "native")])
+@pytest.mark.parametrize(
+    ("hosts", "engine", "reached"),
+    [("abc", "native", False), ("abc", "python", True), ("aabb", "python", False), ("aabb", "native", True)],
+)
 @pytest.mark.parametrize("kind", ["1-bit Adam, dense", "SoftSignSGD"])
 def test_dense_segments_that_share_lanes_and_travel_in_pieces_have_the_bits_of_the_host(
-    kind: str, hosts: str, engine: str, on_devices: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, hosts: str, engine: str, reached: bool, on_devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flows, "LANES_NBYTES", 0)
     monkeypatch.setattr(pipeline, "LARGEST_MESSAGE_NBYTES", 96)
@@ -205,7 +208,7 @@ def test_dense_segments_that_share_lanes_and_travel_in_pieces_have_the_bits_of_t
     monkeypatch.setattr(pipeline, "SMALLEST_SHARE_NBYTES", 64)
     ranks, settings = len(hosts), Settings(engine=engine, segment_nbytes=1024)
     expected = run_ranks(ranks, lambda s: trained(kind, rank_of(s), 4, block_size=256), settings, hosts=hosts)
-    on_devices(range(ranks), library=FakeNccl())
+    on_devices(range(ranks), range(ranks) if reached else [], FakeNccl())
 
     def body(session: Session) -> Any:
         seen = []
