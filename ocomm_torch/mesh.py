@@ -83,7 +83,7 @@ def init_device_mesh(
 
 def nccl_user(mesh: DeviceMesh, data: str) -> str:
     """Returns which axis of the mesh, beside ``data``, torch uses NCCL for, in words; "" for none."""
-    for name, size in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True):
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True) if dist.is_initialized() else ():
         if name != data and size > 1 and "nccl" in str(dist.get_backend_config(mesh.get_group(name))):
             return f"torch's axis '{name}' of the mesh"
     return ""

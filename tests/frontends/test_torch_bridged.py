@@ -369,6 +369,7 @@ def test_beside_an_axis_of_a_mesh_that_uses_nccl_there_is_no_bridge(on_devices: 
     on_devices(range(2), FakeNccl())
     mesh = SimpleNamespace(mesh_dim_names=("dp", "pp", "fsdp"), mesh=torch.zeros(2, 1, 2), get_group=lambda name: name)
     configs = {"fsdp": "cpu:gloo,cuda:nccl"}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: configs.get(group, "cpu:gloo"))
     assert not nccl_user(mesh, "fsdp")
 

