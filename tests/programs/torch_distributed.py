@@ -390,7 +390,7 @@ class Script:
     """The script of one rank."""
 
     def __init__(self, program: Program, rank: int, store: dist.Store) -> None:
-        self.program, self.rank = program, rank
+        self.program, self.rank, self.store = program, rank, store
         timeout = datetime.timedelta(seconds=PATIENCE_S)
         dist.init_process_group("ocomm", store=store, rank=rank, world_size=program.ranks, timeout=timeout)
         self.groups: list[Any] = [dist.group.WORLD]
@@ -403,9 +403,17 @@ class Script:
         self.refused: dict[int, str] = {}
         self.random = random.Random(f"{program.seed} {rank}")
 
+    def meet(self, number: int) -> None:
+        """Waits until all ranks have come to an event that ends the job, so that it does not end what comes before."""
+        if self.store.add(f"came to {number}", 1) == self.program.ranks:
+            self.store.set(f"all came to {number}", "")
+        self.store.wait([f"all came to {number}"], self.timeout)
+
     def run(self) -> None:
         for number, event in enumerate(self.program.events):
             group = event.call.group if isinstance(event, Differ) else getattr(event, "group", None)
+            if isinstance(event, Differ) and event.is_last:
+                self.meet(number)
             if group is not None and self.rank not in self.program.groups[group] and not isinstance(event, Remake):
                 if isinstance(event, Differ) and event.is_last:
                     return
